@@ -1,0 +1,1 @@
+"""gyre: start, train, status, report."""

@@ -1,0 +1,1 @@
+"""The one event loop of every OpenGyre service: bus, outbox, rpc, clock, telemetry, config."""

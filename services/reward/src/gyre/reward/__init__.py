@@ -1,0 +1,1 @@
+"""Evaluators: the score of a preserved workspace."""

@@ -1,0 +1,1 @@
+"""Executions and engines: harness processes, workspaces, the gateway, engine backends."""

@@ -1,0 +1,1 @@
+"""The run: bursts, dispatch, waterlevel, the role of every cell."""

@@ -1,0 +1,1 @@
+"""Step membership, claims, accumulation, reduction, update, checkpoints, weights."""

@@ -1,0 +1,1 @@
+"""Trajectory trees, group statistics, admission, packing."""
