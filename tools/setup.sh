@@ -61,23 +61,21 @@ create_venv() {
     fi
 }
 
-# uv does not read pip's settings; whoever set pip up for a mirror or a local folder meant it for this too.
+# uv reads none of pip's settings; whoever pointed pip at a mirror, a folder of wheels or a certificate meant it for this.
+pip_setting() {
+    $venv/bin/python -m pip config list 2>/dev/null | sed -n "s/^[a-z:]*\\.$1='\\(.*\\)'\$/\\1/p" | tail -n 1
+}
+
 export_uv_settings() {
-    if [ -n "${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}" ]; then
-        export UV_FIND_LINKS="${UV_FIND_LINKS:-$PIP_FIND_LINKS}"
-    fi
-    if [ -n "${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}}" ]; then
-        export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
-    fi
-    if [ -n "${SSL_CERT_FILE:-${PIP_CERT:-}}" ]; then
-        export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
-    fi
+    : "${UV_FIND_LINKS:=$(pip_setting find-links)}" "${UV_DEFAULT_INDEX:=$(pip_setting index-url)}"
+    : "${SSL_CERT_FILE:=$(pip_setting cert)}"
+    [ -z "$UV_FIND_LINKS" ] || export UV_FIND_LINKS
+    [ -z "$UV_DEFAULT_INDEX" ] || export UV_DEFAULT_INDEX
+    [ -z "$SSL_CERT_FILE" ] || export SSL_CERT_FILE
     export UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV="$(pwd -P)/$venv"
 }
 
 uv_install() { $venv/bin/uv pip install --quiet --python $venv/bin/python "$@"; }
-
-has_torch() { $venv/bin/uv pip show --quiet --python $venv/bin/python torch 2>/dev/null; }
 
 install_torch() {
     pin=$(grep '^torch==' constraints.txt)
