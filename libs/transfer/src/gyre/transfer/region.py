@@ -1,0 +1,137 @@
+"""A region: named arrays in one block of memory that others may read, guarded by a sequence counter.
+
+The counter is 2 * generation while the contents are stable and odd while the owner rewrites them. A reader compares it
+before and after its copy with the generation it was promised, and then checks the checksums, so it can fail but never
+return a mix of two generations.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from gyre.transfer.describe import BufferInfo, checksum, lay_out
+from gyre.transfer.errors import RegionUnknown, StaleGeneration
+
+HEADER_BYTES = 4096
+MAGIC = b"GYRETRF1"
+_HEADER = struct.Struct("<8s16sQQ")  # magic, token, counter, released
+_COUNTER_AT = 24
+_RELEASED_AT = 32
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first page of a region, as a reader sees it at one instant."""
+
+    token: str
+    counter: int
+    released: bool
+
+    def require(self, region: str, token: str, generation: int) -> None:
+        """Raise `RegionUnknown` or `StaleGeneration` unless the region is stable at `generation`."""
+        if self.released or self.token != token:
+            raise RegionUnknown(f"region {region!r} was released or belongs to another process now")
+        if self.counter != 2 * generation:
+            state = "is being rewritten after" if self.counter % 2 else "holds"
+            raise StaleGeneration(f"region {region!r} {state} generation {self.counter // 2}, asked for {generation}")
+
+
+def read_header(memory: mmap.mmap, region: str) -> Header:
+    """Parse the header page; raises `RegionUnknown` when it is not one of ours."""
+    magic, token, counter, released = _HEADER.unpack_from(memory, 0)
+    if magic != MAGIC:
+        raise RegionUnknown(f"region {region!r}: the shared file has no transfer header")
+    return Header(token.hex(), counter, bool(released))
+
+
+class Region:
+    """Owner's side. `arrays` are views of the registered memory: torch can wrap them with `from_numpy`."""
+
+    def __init__(self, name: str, arrays: dict[str, np.ndarray], path: Path | None) -> None:
+        """Allocate memory (a file at `path`, or anonymous), copy `arrays` in; generation 1."""
+        infos, payload_bytes = lay_out(arrays)
+        self.name = name
+        self.path = path
+        self._memory = _allocate(path, HEADER_BYTES + max(payload_bytes, 1))
+        self._infos = infos
+        self._described: tuple[BufferInfo, ...] | None = None
+        self.arrays = {info.name: view(self._memory, info) for info in infos}
+        for key, array in arrays.items():
+            self.arrays[key][...] = array
+        token = secrets.token_bytes(16)
+        _HEADER.pack_into(self._memory, 0, MAGIC, token, 2, 0)
+        self.token = token.hex()
+
+    @property
+    def generation(self) -> int:
+        """Number of completed writes, the registration included."""
+        return self.header().counter // 2
+
+    def header(self) -> Header:
+        return read_header(self._memory, self.name)
+
+    def payload(self, info: BufferInfo) -> memoryview:
+        """The bytes of one buffer, without a copy."""
+        start = HEADER_BYTES + info.offset_bytes
+        return memoryview(self._memory)[start : start + info.num_bytes]
+
+    @contextmanager
+    def rewriting(self) -> Iterator[dict[str, np.ndarray]]:
+        """Readers fail while this is open; closing it makes the next generation, also when the body raised."""
+        self.open_for_writing()
+        try:
+            yield self.arrays
+        finally:
+            self.close_generation()
+
+    def open_for_writing(self) -> None:
+        """Mark the contents unstable; idempotent. For owners that write over a longer time than one block."""
+        counter = self.header().counter
+        self._set_counter(counter | 1)
+        self._described = None
+
+    def close_generation(self) -> int:
+        """End the writing; returns the new generation (unchanged if nothing was open)."""
+        counter = self.header().counter
+        if counter % 2:
+            self._set_counter(counter + 1)
+        return self.generation
+
+    def describe_buffers(self) -> tuple[BufferInfo, ...]:
+        """The buffers with checksums of this generation; raises `StaleGeneration` while it is being rewritten."""
+        if self.header().counter % 2:
+            raise StaleGeneration(f"region {self.name!r} is being rewritten: close the generation before describing it")
+        if self._described is None:
+            self._described = tuple(replace(i, checksum=checksum(self.arrays[i.name])) for i in self._infos)
+        return self._described
+
+    def release(self) -> None:
+        """Tell readers it is gone, and unlink the file. The owner's own views stay valid until dropped."""
+        struct.pack_into("<Q", self._memory, _RELEASED_AT, 1)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _set_counter(self, counter: int) -> None:
+        struct.pack_into("<Q", self._memory, _COUNTER_AT, counter)
+
+
+def view(memory: mmap.mmap | memoryview, info: BufferInfo) -> np.ndarray:
+    """The array of `info` over a mapped region, without a copy."""
+    count = info.num_bytes // np.dtype(info.dtype).itemsize
+    flat = np.frombuffer(memory, dtype=info.dtype, count=count, offset=HEADER_BYTES + info.offset_bytes)
+    return flat.reshape(info.shape)
+
+
+def _allocate(path: Path | None, num_bytes: int) -> mmap.mmap:
+    if path is None:
+        return mmap.mmap(-1, num_bytes)
+    with path.open("x+b") as file:
+        file.truncate(num_bytes)
+        return mmap.mmap(file.fileno(), num_bytes)

@@ -1,0 +1,165 @@
+"""The library's face: register local arrays, describe them, read described ones."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gyre.transfer.backend import check_destination, host_identity, readers_for
+from gyre.transfer.describe import Address, RegionDescriptor, checksum
+from gyre.transfer.errors import BackendUnavailable, ChecksumMismatch, RegionUnknown, TransferError
+from gyre.transfer.region import Region
+from gyre.transfer.tcp import TcpServer
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """How one process takes part. Without `directory` and `listen` it can only read.
+
+    owner: unique name among live processes sharing `directory`; a restart under the same name reclaims its files.
+    directory: where shared-memory files go (a tmpfs such as /dev/shm, or any directory both sides see).
+    listen: address the TCP server binds; port 0 takes any. advertise: the host name others reach it by.
+    backends: readers in order of preference.
+    """
+
+    owner: str
+    directory: Path | None = None
+    listen: Address | None = None
+    advertise: str | None = None
+    backends: tuple[str, ...] = ("shm", "tcp")
+
+
+class Transfer:
+    """Registered regions of this process and reads of others'. Use as a context manager or call `close`."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        """Reclaim what an earlier process of this owner left, start serving; raises `TransferError` or `OSError`."""
+        if not config.owner or "/" in config.owner or config.owner.startswith("."):
+            raise TransferError(f"owner {config.owner!r} must be a plain file name")
+        self._config = config
+        self._host = host_identity()
+        self._readers = readers_for(config.backends, self._host)
+        self._regions: dict[str, Region] = {}
+        self._directory, self._lock = _claim_directory(config)
+        self._server = None if config.listen is None else TcpServer(config.listen, self)
+        self._port = 0 if self._server is None else self._server.start()
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def register(self, name: str, arrays: Mapping[str, np.ndarray]) -> Region:
+        """Copy `arrays` into registered memory under `name`; the returned region's `arrays` are that memory.
+
+        Registering a name again releases the earlier region: its descriptors become `RegionUnknown`.
+        """
+        if self._directory is None and self._server is None:
+            raise BackendUnavailable(f"region {name!r}: this process has neither a directory nor a listen address")
+        self.release(name)
+        path = None
+        if self._directory is not None:
+            path = self._directory / f"{name.replace('/', '_')}.{secrets.token_hex(4)}.region"
+        self._regions[name] = Region(name, dict(arrays), path)
+        return self._regions[name]
+
+    def find(self, name: str) -> Region | None:
+        return self._regions.get(name)
+
+    def describe(self, name: str) -> RegionDescriptor:
+        """The region at its present generation, with checksums; raises `RegionUnknown` or `StaleGeneration`."""
+        region = self._regions.get(name)
+        if region is None:
+            raise RegionUnknown(f"no region {name!r} is registered here; registered: {sorted(self._regions)}")
+        buffers = region.describe_buffers()
+        path = None if region.path is None else str(region.path)
+        return RegionDescriptor(
+            name, self._config.owner, region.generation, region.token, self._host, path, self._address(), buffers
+        )
+
+    def release(self, name: str) -> None:
+        """Stop serving `name`; unknown names are ignored."""
+        region = self._regions.pop(name, None)
+        if region is not None:
+            region.release()
+
+    async def read(
+        self,
+        descriptor: RegionDescriptor,
+        *,
+        timeout_s: float,
+        into: Mapping[str, np.ndarray] | None = None,
+        names: Iterable[str] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Read `names` (default: all buffers) at exactly the described generation, checksums verified.
+
+        into: destination arrays (same dtype and shape, C order); allocated when absent. On any error their contents
+        are undefined. Raises `StaleGeneration`, `TornRead`, `ChecksumMismatch`, `DeadlineExceeded`, `RegionUnknown`,
+        `BackendUnavailable`, `LayoutMismatch`.
+        """
+        wanted = [b.name for b in descriptor.buffers] if names is None else list(names)
+        target = {n: _destination(descriptor, n, into) for n in wanted}
+        reader = next((r for r in self._readers if r.reaches(descriptor)), None)
+        if reader is None:
+            tried = [r.name for r in self._readers]
+            raise BackendUnavailable(f"region {descriptor.region!r} of {descriptor.owner!r} is out of reach of {tried}")
+        await reader.read(descriptor, target, asyncio.get_running_loop().time() + timeout_s)
+        await asyncio.to_thread(_verify, descriptor, target)
+        return target
+
+    def close(self) -> None:
+        """Release every region and stop serving. Idempotent."""
+        for name in list(self._regions):
+            self.release(name)
+        if self._server is not None:
+            self._server.stop()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _address(self) -> Address | None:
+        if self._config.listen is None:
+            return None
+        return Address(self._config.advertise or self._config.listen.host, self._port)
+
+
+def _claim_directory(config: TransferConfig) -> tuple[Path | None, int | None]:
+    """The owner's own directory, locked, with the files of a dead predecessor removed."""
+    if config.directory is None:
+        return None, None
+    home = config.directory / config.owner
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = os.open(home / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise TransferError(
+            f"owner {config.owner!r} is alive in {config.directory}: owners need unique names"
+        ) from error
+    for leftover in home.glob("*.region"):
+        leftover.unlink(missing_ok=True)
+    return home, lock
+
+
+def _destination(descriptor: RegionDescriptor, name: str, into: Mapping[str, np.ndarray] | None) -> np.ndarray:
+    info = descriptor.buffer(name)
+    array = np.empty(info.shape, info.dtype) if into is None else into[name]
+    check_destination(info, array)
+    return array
+
+
+def _verify(descriptor: RegionDescriptor, arrays: Mapping[str, Any]) -> None:
+    for name, array in arrays.items():
+        expected = descriptor.buffer(name).checksum
+        actual = checksum(array)
+        if actual != expected:
+            raise ChecksumMismatch(f"buffer {name!r} of {descriptor.region!r}: checksum {actual}, expected {expected}")
