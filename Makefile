@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness lint format gen gen-check bench lock clean
+.PHONY: help setup demo test test-harness lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -20,13 +20,11 @@ test-harness: setup  ## Run the tests that drive a real third-party harness, ins
 	@sh tools/setup_harness.sh
 	@GYRE_TEST_HARNESS_BIN='$(CURDIR)/.venv-harness/bin' $(BIN)/python -m pytest -m harness $(ARGS)
 
-lint: setup  ## Check style and formatting
+lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --quiet --check .
 
-format: setup  ## Put imports and layout in order
+fix: setup  ## Repair what ruff can repair itself
 	@$(BIN)/ruff check --quiet --fix .
-	@$(BIN)/ruff format --quiet .
 
 gen: setup  ## Generate the gRPC code from proto/
 	@$(BIN)/python tools/gen_proto.py
