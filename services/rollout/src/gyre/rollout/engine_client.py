@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 import numpy as np
-
 from gyre.contracts.errors import EngineError
 from gyre.contracts.events import WeightsPublished
 from gyre.proto.rollout.v1 import engine_pb2 as pb

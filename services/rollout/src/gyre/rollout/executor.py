@@ -131,7 +131,7 @@ class Executor:
                 if not self._is_wanted(execution):
                     return
                 if effect.is_running and not self._harness.was_started(home):
-                    await self._post(ProcessExited(execution, None, 0, "nothing is left of the harness after a restart"))
+                    await self._post(ProcessExited(execution, None, 0, "nothing is left of the harness"))
                     return
                 pid = await asyncio.to_thread(self._launch, effect)
         except (GyreError, OSError) as error:

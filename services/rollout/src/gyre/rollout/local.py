@@ -44,7 +44,7 @@ class LimitFired:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """The harness and everything it started is gone. `exit_code` None: how it ended is not known (`reason` says why)."""
+    """The harness and everything it started is gone. `exit_code` None: nobody knows how; `reason` says why."""
 
     execution: str
     exit_code: int | None

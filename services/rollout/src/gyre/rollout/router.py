@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-
 from gyre.contracts.errors import EngineError
 from gyre.contracts.events import FinishReason, Sampling, VersionSpan
 from gyre.runtime.clock import Clock
@@ -269,7 +268,7 @@ class Router:
 
 
 def _settled(output: Output, job: Job) -> FinishReason | None:
-    """The finish of a call after a try. An engine that died may have said the last token, but not that it was the last."""
+    """The finish of a call after a try: an engine that died may have said the last token, but not that it was."""
     if output.finish in ("stop", "length"):
         return output.finish
     if output.ids and output.ids[-1] in job.stop_ids:

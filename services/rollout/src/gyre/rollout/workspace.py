@@ -57,12 +57,12 @@ def materialise(task: Path, workspace: Path, limits: WorkspaceLimits) -> None:
         shutil.rmtree(workspace)
     workspace.mkdir(parents=True)
     source = task / "workspace"
-    num_bytes = num_entries = 0
-    for path, status in _walk(source) if source.is_dir() else ():
-        num_entries += 1
+    num_bytes = 0
+    for number, (path, status) in enumerate(_walk(source) if source.is_dir() else ()):
         num_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
-        if num_bytes > limits.max_bytes or num_entries > limits.max_entries:
-            raise HarnessError(f"task {task}: its workspace passes {limits.max_bytes} bytes or {limits.max_entries} entries")
+        if num_bytes > limits.max_bytes or number >= limits.max_entries:
+            raise HarnessError(f"task {task}: its workspace passes {limits.max_bytes} bytes or "
+                               f"{limits.max_entries} entries")
         _copy(path, status, workspace / path.relative_to(source))
 
 

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-
 from gyre.contracts.errors import EngineError, GyreError
 from gyre.contracts.events import CallRecorded, RoleClass
 from gyre.contracts.ids import call_id
@@ -188,8 +187,10 @@ class Calls:
     def _job(self, session: Session, request: ChatRequest, prompt: Prompt, serial: int) -> Job:
         room = self.settings.max_context - len(prompt.ids)
         if room < 1:
-            raise CallRefused(400, f"This model's maximum context length is {self.settings.max_context} tokens. "
-                                   f"However, your messages resulted in {len(prompt.ids)} tokens; the prompt is too long.",
+            # Harnesses look for this wording to know that they should compact.
+            limit = self.settings.max_context
+            raise CallRefused(400, f"This model's maximum context length is {limit} tokens. However, "
+                                   f"your messages resulted in {len(prompt.ids)} tokens; the prompt is too long.",
                               code="context_length_exceeded")
         spec = session.spec
         sampling = replace(spec.sampling, seed=_seed(spec.seed, serial))

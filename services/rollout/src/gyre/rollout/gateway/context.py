@@ -6,7 +6,6 @@ Calls that continue one another share one buffer, so a context of 700K tokens is
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from gyre.contracts.digest import TokenChain
 
 _PROBE = 64

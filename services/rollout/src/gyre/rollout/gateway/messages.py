@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
-
 from gyre.contracts.errors import GyreError
 
 MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
@@ -79,7 +78,7 @@ class CallRefused(GyreError):
 
 
 def message_key(message: Message) -> bytes:
-    """Canonical bytes of a message. Surrounding whitespace of an assistant's text does not count: harnesses strip it."""
+    """Canonical bytes of a message. Whitespace around an assistant's text does not count: harnesses strip it."""
     content = message.content.strip() if message.role == "assistant" else message.content
     calls = [[c.id, c.name, c.arguments] for c in message.tool_calls]
     return msgspec.json.encode([message.role, content, calls, message.tool_call_id, message.name])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-
 from gyre.rollout.gateway.context import Node, Place, TokenTree
 from gyre.rollout.gateway.messages import CallRefused, ChatRequest, Message
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-
 from gyre.rollout.gateway.calls import Calls, Evidence
 from gyre.rollout.gateway.dialects import chat
 from gyre.rollout.gateway.messages import CallRefused
@@ -99,9 +98,9 @@ class GatewayApp:
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                 started = True
-            event = chat.text_event(pending.answer_id, pending.created, model, text, num_shown == 0) if text else KEEPALIVE
+            event = chat.text_event(pending.answer_id, pending.created, model, text, num_shown == 0)
             num_shown += len(text)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": event if text else KEEPALIVE, "more_body": True})
         error = pending.result.exception()
         if error is not None and not started:
             raise error

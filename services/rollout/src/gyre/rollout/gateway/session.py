@@ -13,7 +13,6 @@ import hmac
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from gyre.contracts.events import Sampling
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
 from gyre.rollout.gateway.context import Node, TokenTree
@@ -229,7 +228,8 @@ class Sessions:
         execution = secret.removeprefix(SECRET_PREFIX).rpartition(".")[0]
         expected = self.secret(execution)
         if scheme.lower() != "bearer" or not hmac.compare_digest(expected.encode(), secret.strip().encode()):
-            raise CallRefused(401, "Authorization: not the key of an execution", "authentication_error", "invalid_api_key")
+            raise CallRefused(401, "Authorization: not the key of an execution", "authentication_error",
+                              "invalid_api_key")
         session = self._live.get(execution)
         if session is None:
             raise CallRefused(409, f"execution {execution} has ended", "conflict_error", "execution_ended")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
 from gyre.contracts.errors import HarnessError, SandboxError
 from gyre.rollout.harness.base import Exit, Launch
 
@@ -178,12 +177,13 @@ def _process_table() -> Iterator[tuple[int, tuple[int, int]]]:
     if not (proc / "self/stat").exists():
         yield from _process_table_psutil()
         return
-    for name in os.listdir(proc):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (proc / name / "stat").read_bytes().rpartition(b")")[2].split()
-                if fields[0] != b"Z":
-                    yield int(name), (int(fields[1]), int(fields[3]))
+    with os.scandir(proc) as entries:
+        pids = [entry.name for entry in entries if entry.name.isdigit()]
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = (proc / pid / "stat").read_bytes().rpartition(b")")[2].split()
+            if fields[0] != b"Z":
+                yield int(pid), (int(fields[1]), int(fields[3]))
 
 
 def _process_table_psutil() -> Iterator[tuple[int, tuple[int, int]]]:

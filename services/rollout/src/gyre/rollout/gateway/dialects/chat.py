@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-
 from gyre.rollout.gateway.messages import (
     Answer,
     CallRefused,
@@ -68,7 +67,7 @@ def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     if number is not None and number != 1:
         raise CallRefused(400, f"n: {number!r}; one answer a call is served, use 1")
     if data.get("tool_choice") not in (None, "auto", "none"):
-        raise CallRefused(400, f"tool_choice: {data['tool_choice']!r}; constrained decoding is not served, use auto or none")
+        raise CallRefused(400, f"tool_choice: {data['tool_choice']!r}; constrained decoding is not served, use auto")
     form = data.get("response_format")
     if isinstance(form, dict) and form.get("type") != "text":
         raise CallRefused(400, f"response_format: {form.get('type')!r}; constrained decoding is not served, use text")
