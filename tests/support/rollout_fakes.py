@@ -94,7 +94,7 @@ def says(tokenizer: ChatTokenizer, *texts: str) -> Script:
 
 @dataclass
 class Bench:
-    """A gateway without a service behind it: `records` are the calls that were committed."""
+    """A gateway without a service behind it: `records` are the calls that were committed while `commits` was set."""
 
     tokenizer: ChatTokenizer
     engine: FakeEngine
@@ -105,6 +105,8 @@ class Bench:
     records: list[ArchivedCall] = field(default_factory=list)
     limits_fired: list[str] = field(default_factory=list)
     refuse_commits: bool = False
+    commits: asyncio.Event = field(default_factory=asyncio.Event)
+    commit_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, execution: str = "g00000-000-x00", timeout_calls: int | None = None) -> Session:
         """The session of an execution, opened if it is not."""
@@ -125,6 +127,8 @@ def make_bench(directory: Path, *texts: str, clock: Clock | None = None, setting
     archive = CallArchive(directory / "calls.sqlite", "process")
 
     async def commit(call: ArchivedCall) -> bool:
+        bench.commit_asked.set()
+        await bench.commits.wait()
         if not bench.refuse_commits:
             bench.records.append(call)
         return not bench.refuse_commits
@@ -134,4 +138,5 @@ def make_bench(directory: Path, *texts: str, clock: Clock | None = None, setting
 
     calls = Calls(settings or CallSettings(), Renderer(tokenizer), router, archive, commit, fire, clock)
     bench = Bench(tokenizer, engine, router, archive, Sessions(b"k" * 32, archive), calls)
+    bench.commits.set()
     return bench
