@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gyre.contracts.events import RoleClass
-
 from gyre.trajectory.targets import Targets
 from gyre.trajectory.tree import Tree
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from gyre.contracts.ids import micro_step_id
 from gyre.contracts.microstep import MicroStep
-
 from gyre.trajectory.admission import Admission
 from gyre.trajectory.targets import Targets
 from gyre.trajectory.tree import Tree

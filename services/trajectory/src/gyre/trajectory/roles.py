@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gyre.contracts.events import RoleClass
-
 from gyre.trajectory.record import Call
 from gyre.trajectory.tree import Tree
 
@@ -31,7 +30,8 @@ def leaf_calls(tree: Tree) -> dict[int, int]:
     """Leaf segment -> number of the first call whose sequence ends where the leaf ends."""
     found: dict[int, int] = {}
     for number, (call, segment) in enumerate(zip(tree.calls, tree.end, strict=True)):
-        if segment >= 0 and tree.exit[segment] == segment + 1 and call.length == tree.depth[segment] + tree.size(segment):
+        is_leaf = segment >= 0 and tree.exit[segment] == segment + 1
+        if is_leaf and call.length == tree.depth[segment] + tree.size(segment):
             found.setdefault(segment, number)
     return found
 

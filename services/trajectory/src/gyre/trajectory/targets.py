@@ -8,7 +8,6 @@ sampled, and what nobody was ever shown (aborted calls), is context.
 from dataclasses import dataclass
 
 import numpy as np
-
 from gyre.trajectory.tree import Tree
 
 UNSEEN = ("abort", "error")  # finish reasons of outputs the agent never saw
@@ -49,7 +48,7 @@ def find_targets(tree: Tree, policy: str) -> Targets:
     logprob = np.zeros(tree.num_tokens, np.float32)
     version = np.zeros(tree.num_tokens, np.int32)
     num_drawn = 0
-    for number in range(len(tree.calls) - 1, -1, -1):  # backwards: the first call to sample a position has the last word
+    for number in range(len(tree.calls) - 1, -1, -1):  # backwards: the first call has the last word
         record = tree.calls[number].record
         if record.model != policy or len(record.output_ids) == 0:
             continue

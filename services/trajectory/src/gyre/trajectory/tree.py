@@ -8,7 +8,6 @@ and on nothing else. Several roots are one forest.
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from gyre.trajectory.record import Call
 
 
