@@ -50,7 +50,10 @@ MACHINE = re.compile(r"/(work|root|opt)/(main|dev|shared|wheels|pypi|\.library|\
 UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "yaml.load"}
 # "path" -> why it may call one of them.
-UNSAFE: dict[str, str] = {}
+UNSAFE: dict[str, str] = {
+    "examples/clinic/grader.py": "grading code means running it; the grader is the process the evaluator shuts away",
+    "examples/clinic/harness.py": "the harness runs the visible tests of its own workspace, inside its sandbox",
+}
 
 STALE_NAME = re.compile(r"^(?!is_|has_).*(_v\d+|_?legacy|_old|_new|_deprecated|_bak)$", re.IGNORECASE)
 
@@ -120,7 +123,9 @@ def test_every_function_is_annotated() -> None:
         named = [a for a in every if a is not None and a.arg not in ("self", "cls")]
         return function.returns is None or any(a.annotation is None for a in named)
 
-    found = [f"{name_of(p)}:{f.lineno} {f.name}" for p in sources(*OURS) for f in functions(p) if unannotated(f)]
+    # The arguments of a test are fixtures, which say by their name what they give.
+    code = [p for p in sources(*OURS) if not p.name.startswith("test_")]
+    found = [f"{name_of(p)}:{f.lineno} {f.name}" for p in code for f in functions(p) if unannotated(f)]
     assert not found, "\n".join(found)
 
 
@@ -187,6 +192,9 @@ def test_pure_modules_read_nothing_of_the_world() -> None:
 def test_at_most_one_broad_except_per_package(package: Path) -> None:
     def is_broad(node: ast.AST) -> bool:
         if isinstance(node, ast.ExceptHandler):
+            last = node.body[-1]
+            if isinstance(last, ast.Raise) and last.exc is None:
+                return False  # it tidies up and lets the error go on
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             return any(k is None or ast.unparse(k) in ("Exception", "BaseException") for k in kinds)
         suppressed = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")
