@@ -25,16 +25,10 @@ from gyre.rollout.workspace import WorkspaceLimits
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.clock import SystemClock
 from gyre.runtime.effects import Publish
+from rollout_fakes import wait_until
 
 SH = "/bin/sh"
 X = "g00000-000-x00"
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def launch(home: Path, script: str, environment: dict[str, str] | None = None) -> Launch:
@@ -197,7 +191,7 @@ class Stage:
         for name, text in (("instruction.md", "do it"), ("workspace/a.txt", "a"), ("tests/secret.py", "s")):
             (task / name).parent.mkdir(parents=True, exist_ok=True)
             (task / name).write_text(text)
-        self.core = RolloutCore(4)
+        self.core = RolloutCore(4, 0)
         self.state = self.core.initial()
         self.facts: list[object] = []
         self.events: list[object] = []

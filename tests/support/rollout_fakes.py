@@ -1,6 +1,8 @@
 """Stand-ins for rollout tests: a ChatML byte tokenizer, a scripted engine, a gateway without a service behind it."""
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +49,14 @@ def chatml_tokenizer() -> ChatTokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     return ChatTokenizer(tokenizer, TEMPLATE, {"eos_token": SPECIAL[1]})
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Look at other processes until `condition` holds. Raises AssertionError when they take too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        threading.Event().wait(0.01)
 
 
 Script = Callable[[Attempt], Sequence[int]]

@@ -24,7 +24,7 @@ def assigned(epoch: int, role: str, version: int = 0) -> e.CellRoleAssigned:
 
 class Core:
     def __init__(self) -> None:
-        self.core = RolloutCore(8)
+        self.core = RolloutCore(8, 1)
         self.state = self.core.initial()
         self.facts: list[object] = []
 
@@ -36,7 +36,7 @@ class Core:
 
 def test_the_story_of_a_burst() -> None:
     core = Core()
-    assert core.tell(assigned(0, "rollout")) == [lo.SettleCell(0, 0, True, None)]
+    assert core.core.resume(core.state, 0.0) == [lo.SettleCell(0, 0, True, None)]
     assert core.tell(V0) == [lo.SettleCell(0, 0, True, V0)]
     core.tell(lo.EngineServing(0, 0, 0, "c0"))
     assert core.tell(assigned(1, "train")) == [lo.SettleCell(0, 1, False)]
@@ -70,7 +70,6 @@ def test_an_epoch_that_is_not_newer_is_ignored() -> None:
 def test_a_cell_that_stayed_takes_new_weights() -> None:
     core = Core()
     core.tell(V0)
-    core.tell(assigned(0, "rollout"))
     assert core.tell(V1) == [lo.SettleCell(0, 0, True, V1)]
     assert core.tell(V0) == [], "an older version is no news"
 
@@ -78,7 +77,6 @@ def test_a_cell_that_stayed_takes_new_weights() -> None:
 def test_a_restart_settles_every_cell_again() -> None:
     core = Core()
     core.tell(V0)
-    core.tell(assigned(0, "rollout"))
     state = core.core.restore(core.core.snapshot(core.state))
     assert core.core.resume(state, 0.0) == [lo.SettleCell(0, 0, True, V0)]
 

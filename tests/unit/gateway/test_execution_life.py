@@ -30,7 +30,7 @@ class Run:
     """A core with what it said; `crash` replays everything it was told, as the service does."""
 
     def __init__(self, max_running: int = 8) -> None:
-        self.core = RolloutCore(max_running)
+        self.core = RolloutCore(max_running, 0)
         self.state = self.core.initial()
         self.told: list[tuple[object, float]] = []
         self.facts: list[object] = []

@@ -19,10 +19,13 @@ from gyre.rollout.local import EngineAsleep, EngineServing, SettleCell
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell. `has_trained`: some epoch gave its devices to the trainer, so the trainer has to release them."""
+    """One cell; before any assignment it is in rollout at epoch 0, as the scheduler takes it to be.
+
+    `has_trained`: some epoch gave its devices to the trainer, so the trainer has to release them.
+    """
 
     cell: int
-    epoch: int = -1
+    epoch: int = 0
     role: Role = "rollout"
     version: int = 0
     has_trained: bool = False
@@ -46,9 +49,7 @@ def train_released(cell: Cell, fact: CellTrainReleased) -> Cell:
 
 
 def target(cell: Cell, weights: WeightsPublished | None) -> SettleCell | None:
-    """What the cell's engine should be doing; None while that cannot be said: no role yet, or the trainer is on."""
-    if cell.epoch < 0:
-        return None
+    """What the cell's engine should be doing; None while its trainer is still on the devices."""
     if cell.role == "train":
         return SettleCell(cell.cell, cell.epoch, serve=False)
     if cell.has_trained and cell.train_released < cell.epoch:

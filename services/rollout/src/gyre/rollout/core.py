@@ -57,12 +57,13 @@ Effects = list[Effect]
 
 
 class RolloutCore:
-    """`max_running`: executions that are not just waiting for their start, at once."""
+    """`max_running`: executions that are not just waiting for their start, at once. Cells are 0..`num_cells` - 1."""
 
     local_events: tuple[type, ...] = LOCAL_EVENTS
 
-    def __init__(self, max_running: int) -> None:
+    def __init__(self, max_running: int, num_cells: int) -> None:
         self._max_running = max_running
+        self._num_cells = num_cells
         self._handlers: dict[type, Callable[[State, Any, float], Effects]] = {
             GroupDispatched: self._group_dispatched, HarnessStarted: self._harness_started,
             HarnessNotStarted: self._harness_not_started, CallFinished: self._call_finished,
@@ -73,7 +74,7 @@ class RolloutCore:
         }
 
     def initial(self) -> State:
-        return State()
+        return State(cells={cell: Cell(cell) for cell in range(self._num_cells)})
 
     def step(self, state: State, event: Any, now: float) -> tuple[State, Effects]:
         handler = self._handlers.get(type(event))
@@ -195,14 +196,17 @@ class RolloutCore:
     # ------------------------------------------------------------ cells
 
     def _role_assigned(self, state: State, fact: CellRoleAssigned, now: float) -> Effects:
-        changed = cells.assigned(state.cells.get(fact.cell, Cell(fact.cell)), fact)
+        known = state.cells.get(fact.cell)
+        changed = cells.assigned(known, fact) if known else None
         if changed is None:
             return []
         state.cells[fact.cell] = changed
         return self._settle(state, fact.cell)
 
     def _train_released(self, state: State, fact: CellTrainReleased, now: float) -> Effects:
-        known = state.cells.get(fact.cell, Cell(fact.cell))
+        known = state.cells.get(fact.cell)
+        if known is None:
+            return []
         state.cells[fact.cell] = cells.train_released(known, fact)
         return self._settle(state, fact.cell)
 
@@ -213,13 +217,11 @@ class RolloutCore:
         return self._settle(state, *state.cells)
 
     def _engine_asleep(self, state: State, event: EngineAsleep, now: float) -> Effects:
-        known = state.cells.get(event.cell, Cell(event.cell))
-        state.cells[event.cell], fact = cells.asleep(known, event)
+        state.cells[event.cell], fact = cells.asleep(state.cells[event.cell], event)
         return [Publish(fact, epoch=fact.epoch)] if fact else []
 
     def _engine_serving(self, state: State, event: EngineServing, now: float) -> Effects:
-        known = state.cells.get(event.cell, Cell(event.cell))
-        state.cells[event.cell], fact = cells.serving(known, event)
+        state.cells[event.cell], fact = cells.serving(state.cells[event.cell], event)
         return [Publish(fact, epoch=fact.epoch)] if fact else []
 
     def _settle(self, state: State, *numbers: int) -> Effects:

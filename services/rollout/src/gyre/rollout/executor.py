@@ -163,9 +163,8 @@ class Executor:
 
     def _environment(self, execution: str, home: Path) -> dict[str, str]:
         """Everything the harness sees; nothing of the service's own environment."""
-        python_dir = str(Path(sys.executable).parent)
         return {
-            "PATH": os.pathsep.join(dict.fromkeys((python_dir, "/usr/local/bin", "/usr/bin", "/bin"))),
+            "PATH": os.pathsep.join(dict.fromkeys((str(Path(sys.executable).parent), *os.defpath.split(os.pathsep)))),
             "HOME": str(home / "home"), "TMPDIR": str(home / "tmp"), "LANG": "C.UTF-8",
             **self._settings.environment,
             "OPENAI_BASE_URL": f"{self._settings.gateway_url.rstrip('/')}/v1",

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from gyre.contracts.errors import ConfigError
 from gyre.contracts.events import CellRoleAssigned, CellTrainReleased, GroupDispatched, WeightsPublished
 from gyre.contracts.subjects import CTL, TRAIN
 from gyre.policy.tokenizer import ChatTokenizer
@@ -85,10 +84,7 @@ class Rollout:
     async def perform(self, effect: Any, trace: Mapping[str, str]) -> None:
         """Carry out one effect of the core; long work goes on beside the loop."""
         if isinstance(effect, SettleCell):
-            keeper = self.keepers.get(effect.cell)
-            if keeper is None:
-                raise ConfigError(f"cell {effect.cell} has a role, but the deployment has {len(self.keepers)} engines")
-            keeper.settle(effect)
+            self.keepers[effect.cell].settle(effect)
         else:
             await self.executor.perform(effect)
 
@@ -97,7 +93,8 @@ async def serve(process: Process) -> None:
     """Run until the process is asked to stop. Raises ConfigError, SandboxError, BusError."""
     tokenizer = ChatTokenizer.load((process.config_dir / process.config.policy.checkpoint).resolve())
     rollout = Rollout(process, tokenizer)
-    service = Service(name=process.name, run=process.run, core=RolloutCore(process.config.harness.max_concurrent),
+    core = RolloutCore(process.config.harness.max_concurrent, len(rollout.keepers))
+    service = Service(name=process.name, run=process.run, core=core,
                       store=process.store(), bus=await process.connect(), blobs=process.blobs, clock=process.clock,
                       subscriptions=SUBSCRIPTIONS, perform=rollout.perform)
     rollout.service = service
