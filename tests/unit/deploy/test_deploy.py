@@ -62,7 +62,7 @@ def test_ports_do_not_collide_inside_a_container(deployment: Deployment) -> None
 
 @pytest.mark.parametrize(
     ("command", "field"),
-    [("gyre-rollout engine", "engines"), ("gyre-trainer worker", "trainers"), ("gyre-reward", "evaluators")],
+    [("gyre-rollout engine", "engines"), ("gyre-trainer worker", "trainers"), ("gyre-reward evaluator", "evaluators")],
 )
 def test_each_numbered_process_runs_once(
     command: str, field: str, services: dict[str, dict], deployment: Deployment
