@@ -34,7 +34,7 @@ def bootstrap(config: Path, deployment: Path, out: Path, say: Say) -> None:
     resolved = resolve_paths(load_run(config), config.parent)
     text = to_toml(resolved)
     if out.exists() and out.read_text() != text:
-        raise ConfigError(f"{out} holds another configuration than {config} now gives; a changed run needs its own file")
+        raise ConfigError(f"{out} holds another configuration than {config} gives now; name another file for a new run")
     prepare(resolved, say)
     out.write_text(text)
     asyncio.run(_create_streams(where))
