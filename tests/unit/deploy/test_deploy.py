@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gyre.cli.main import app
 from gyre.contracts.codec import MAX_MESSAGE_BYTES
 from gyre.runtime.config import Deployment, Endpoint, load_deployment
 
@@ -43,6 +44,16 @@ def test_every_command_of_the_compose_file_is_a_command_of_a_package(services: d
     projects = [tomllib.loads(p.read_text())["project"] for p in ROOT.glob("services/*/pyproject.toml")]
     known = {command for project in projects for command in project["scripts"]}
     assert {command[0] for command in processes(services).values()} == known
+
+
+def test_what_runs_before_the_processes_fits_them(services: dict[str, dict], deployment: Deployment) -> None:
+    script = services["bootstrap"]["command"][-1]
+    wanted = re.findall(r"^gyre ([a-z]+)", script, re.MULTILINE) + [services["start"]["command"][1]]
+    assert set(wanted) <= {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    assert f"--nats {deployment.nats_url}\n" in script
+    prepared = re.search(r"--out (\S+)", script)
+    assert prepared is not None
+    assert services["scheduler"]["environment"]["GYRE_CONFIG"] == f"/var/lib/gyre/{prepared[1]}"
 
 
 def test_every_address_is_a_service_of_the_compose_file(services: dict[str, dict], deployment: Deployment) -> None:
