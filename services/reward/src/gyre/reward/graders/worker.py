@@ -1,0 +1,367 @@
+"""The grading worker: one warm process that forks a child for every workspace. Standard library only.
+
+It is started inside the sandbox and never runs a workspace's code itself: a child does, in a session of its own. One
+JSON line in asks for one workspace, one JSON line out answers. The child announces each test before it runs it and says
+how it ended; whatever it leaves unsaid has failed. When a test hangs or takes the process with it, the child is killed,
+that one test has failed, and a new child goes on behind it. What the child says out of order is forgery, and fails all.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from types import CodeType, FrameType
+
+GRACE_S = 0.5  # after the alarm inside the child has rung, before the child is killed
+MAX_LINE = 4096
+MAX_CHILD_BYTES = 4 * 1024 * 1024
+DETAIL_CHARS = 200
+Results = dict[str, tuple[bool, str]]
+
+
+class Forged(Exception):
+    """The child said something it could not have said honestly."""
+
+
+class TestTimeout(BaseException):
+    """Raised inside a test whose time is up; not an Exception, so that ordinary handlers let it pass."""
+
+
+class Job:
+    """One workspace to grade. `ids` are `file::name`, grouped by file, in the order in which they run."""
+
+    def __init__(self, request: dict) -> None:
+        self.workspace: str = request["workspace"]
+        self.tests: str = request["tests"]
+        self.ids: list[str] = request["ids"]
+        self.kind: str = request["kind"]
+        self.cpu_s: float = request["test_cpu_s"]
+        self.wall_s: float = request["test_wall_s"]
+        self.preload: list[str] = request["preload"]
+        self.deadline = time.monotonic() + request["timeout_s"]
+
+
+class Worker:
+    """Holds compiled tests (they are trusted, their code is never run here) and the sweep that fits the sandbox."""
+
+    def __init__(self, *, owns_processes: bool, max_processes: int) -> None:
+        self._owns_processes = owns_processes
+        self._max_processes = max_processes
+        self._code: dict[str, CodeType] = {}
+        self._own_temporaries = _temporaries() if owns_processes else set()
+
+    def serve(self) -> None:
+        """Answer requests until the input ends."""
+        for line in sys.stdin:
+            reply = self.answer(json.loads(line))
+            sys.stdout.write(json.dumps(reply) + "\n")
+            sys.stdout.flush()
+
+    def answer(self, request: dict) -> dict:
+        job = Job(request)
+        try:
+            self._prepare(job)
+        except (OSError, SyntaxError, ImportError) as error:
+            return {"id": request["id"], "error": f"the task's tests cannot be loaded: {error}"}
+        try:
+            results, forged = self._grade(job), ""
+        except Forged as error:
+            results, forged = {}, str(error)
+        if self._owns_processes:
+            _clear(_temporaries() - self._own_temporaries)
+        return {"id": request["id"], "results": results, "forged": forged}
+
+    def _prepare(self, job: Job) -> None:
+        for name in job.preload:
+            importlib.import_module(name)
+        for file in dict.fromkeys(i.partition("::")[0] for i in job.ids):
+            path = os.path.join(job.tests, file)
+            if path not in self._code:
+                with open(path, "rb") as source:
+                    self._code[path] = compile(source.read(), path, "exec", dont_inherit=True)
+        gc.collect(0)
+        gc.freeze()
+
+    def _grade(self, job: Job) -> Results:
+        results: Results = {}
+        position = 0
+        while position < len(job.ids) and time.monotonic() < job.deadline:
+            position = self._one_child(job, position, results)
+        return results
+
+    def _one_child(self, job: Job, first: int, results: Results) -> int:
+        """Run one child from id `first` on; returns the id to go on from, which is larger than `first`."""
+        read_fd, write_fd = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _child(job, self._code, first, write_fd, self._max_processes if self._owns_processes else 0)
+        os.close(write_fd)
+        try:
+            return _listen(job, first, read_fd, results)
+        finally:
+            os.close(read_fd)
+            self._sweep(pid)
+
+    def _sweep(self, pid: int) -> None:
+        """Kill the child and all it started. In a process namespace of our own one call reaches everything."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+        if self._owns_processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _temporaries() -> set[str]:
+    """What lies in the sandbox's own temporary directories, where one workspace could leave things for the next."""
+    return {os.path.join(d, n) for d in ("/tmp", "/dev/shm") if os.path.isdir(d) for n in os.listdir(d)}
+
+
+def _clear(paths: set[str]) -> None:
+    for path in paths:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+
+
+def _listen(job: Job, first: int, fd: int, results: Results) -> int:
+    """Read what the child says until it is done, silent for too long, or dead."""
+    heard = Heard(job.ids, first, results)
+    buffer, total, quiet_at = b"", 0, time.monotonic() + job.wall_s + GRACE_S
+    while not heard.done:
+        left = min(quiet_at, job.deadline) - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            return heard.lost(f"ran longer than {job.wall_s:g} s")
+        data = os.read(fd, 65536)
+        if not data:
+            return heard.lost("ended the process")
+        total += len(data)
+        *lines, buffer = (buffer + data).split(b"\n")
+        if total > MAX_CHILD_BYTES or len(buffer) > MAX_LINE:
+            raise Forged("the child said too much")
+        for line in lines:
+            heard.take(line)
+            quiet_at = time.monotonic() + job.wall_s + GRACE_S
+    return len(job.ids)
+
+
+class Heard:
+    """What the child said so far, checked against what it may say next: import a file, begin an id, end that id."""
+
+    def __init__(self, ids: list[str], first: int, results: Results) -> None:
+        self._ids = ids
+        self._results = results
+        self._next = first
+        self._state = "idle"  # idle, importing, running
+        self.done = False
+
+    def take(self, line: bytes) -> None:
+        """Raises Forged for anything out of order."""
+        try:
+            verb, index, passed, detail = json.loads(line)
+        except (ValueError, TypeError):
+            raise Forged("a line that is not a report") from None
+        if (verb, self._state) == ("done", "idle") and self._next == index == len(self._ids):
+            self.done = True
+        elif index != self._next or index >= len(self._ids):
+            raise Forged(f"a report on test {index} when {self._next} was to come")
+        elif (verb, self._state) == ("import", "idle"):
+            self._state = "importing"
+        elif (verb, self._state) == ("import-failed", "importing"):
+            self._fail_file(str(detail))
+        elif verb == "begin" and self._state in ("idle", "importing"):
+            self._state = "running"
+        elif (verb, self._state) == ("end", "running") and isinstance(passed, bool):
+            self._end(passed, str(detail))
+        else:
+            raise Forged(f"{verb!r} while {self._state}")
+
+    def lost(self, how: str) -> int:
+        """The child is gone or silent: what it was at has failed. Returns the id to go on from."""
+        if self._state == "importing":
+            self._fail_file(f"importing {how}")
+        elif self._next < len(self._ids):
+            self._end(False, how)
+        return self._next
+
+    def _end(self, passed: bool, detail: str) -> None:
+        self._results[self._ids[self._next]] = (passed, detail[:DETAIL_CHARS])
+        self._next += 1
+        self._state = "idle"
+
+    def _fail_file(self, detail: str) -> None:
+        file = self._ids[self._next].partition("::")[0]
+        while self._next < len(self._ids) and self._ids[self._next].partition("::")[0] == file:
+            self._end(False, detail)
+
+
+# ------------------------------------------------------------------ inside the child
+
+
+def _child(job: Job, code: dict[str, CodeType], first: int, write_fd: int, max_processes: int) -> None:
+    """Everything that happens in the child; never returns."""
+    status = 1
+    try:
+        _enter(job, write_fd, max_processes)
+        _run(job, code, first)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+REPORT_FD = 3
+
+
+def _enter(job: Job, write_fd: int, max_processes: int) -> None:
+    """Leave everything behind that belongs to the worker: its session, its pipes, its signal handlers."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    if write_fd != REPORT_FD:
+        os.dup2(write_fd, REPORT_FD)
+    os.set_inheritable(REPORT_FD, False)
+    os.closerange(REPORT_FD + 1, 1024)
+    import resource  # not on Windows, which has no fork either
+
+    cpu = max(1, int(job.deadline - time.monotonic()) + 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+    if max_processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
+    os.chdir(job.workspace)
+    _insert_path(job)
+
+
+def _insert_path(job: Job) -> None:
+    """Behind the standard library and the tests, which a workspace may not replace; before installed packages."""
+    places = [i for i, p in enumerate(sys.path) if os.path.basename(p) in ("site-packages", "dist-packages")]
+    place = places[0] if places else len(sys.path)
+    sys.path[place:place] = [job.tests, job.workspace]
+
+
+def _say(verb: str, index: int, passed: bool = False, detail: str = "", *, _write: object = os.write,
+         _dumps: object = json.dumps) -> None:
+    _write(REPORT_FD, _dumps([verb, index, passed, detail[:DETAIL_CHARS]]).encode() + b"\n")
+
+
+def _run(job: Job, code: dict[str, CodeType], first: int) -> None:
+    """Run ids `first` and on; everything needed afterwards is bound before foreign code runs."""
+    say, alarm, file, namespace = _say, Alarm(job.cpu_s, job.wall_s), "", {}
+    runner = _OwnGrader if job.kind == "grader" else _Functions
+    for index in range(first, len(job.ids)):
+        next_file, _, name = job.ids[index].partition("::")
+        if next_file != file:
+            file, namespace = next_file, None
+            say("import", index)
+            path = os.path.join(job.tests, file)
+            namespace, problem = runner.load(code[path], path, job, alarm)
+            if problem:
+                say("import-failed", index, False, problem)
+        if namespace is None:
+            continue
+        say("begin", index)
+        passed, detail = runner.check(namespace, name, alarm)
+        say("end", index, passed, detail)
+    say("done", len(job.ids))
+
+
+class Alarm:
+    """Processor and wall time for one piece of foreign code."""
+
+    def __init__(self, cpu_s: float, wall_s: float) -> None:
+        self._limits = ((signal.ITIMER_PROF, cpu_s), (signal.ITIMER_REAL, wall_s))
+        self._set = signal.setitimer
+        self._handle = signal.signal
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGPROF, signal.SIGALRM):
+            self._handle(number, _time_is_up)
+        for timer, seconds in self._limits:
+            self._set(timer, seconds)
+
+    def __exit__(self, *_: object) -> None:
+        for timer, _seconds in self._limits:
+            self._set(timer, 0)
+
+
+def _time_is_up(number: int, _frame: FrameType | None) -> None:
+    raise TestTimeout("used up its processor time" if number == signal.SIGPROF else "took too long")
+
+
+def _guarded(alarm: Alarm, function: object, *args: object) -> tuple[object, str]:
+    """What `function` returned, and in words how it failed if it did. SystemExit and the like are failures too."""
+    try:
+        with alarm:
+            return function(*args), ""
+    except BaseException as error:
+        return None, _describe(error)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return " ".join("".join(traceback.format_exception_only(error)).split()) or type(error).__name__
+    except BaseException:
+        return type(error).__name__
+
+
+class _Functions:
+    """Plain test functions: every `test_*` that was found from outside."""
+
+    @staticmethod
+    def load(code: CodeType, path: str, job: Job, alarm: Alarm) -> tuple[dict | None, str]:
+        namespace = {"__name__": os.path.basename(path)[:-3], "__file__": path, "__builtins__": __builtins__}
+        _, problem = _guarded(alarm, exec, code, namespace)
+        return (None, problem) if problem else (namespace, "")
+
+    @staticmethod
+    def check(namespace: dict, name: str, alarm: Alarm) -> tuple[bool, str]:
+        function = namespace.get(name)
+        if not callable(function):
+            return False, "is gone"
+        _, problem = _guarded(alarm, function)
+        return not problem, problem
+
+
+class _OwnGrader:
+    """The task's own `grade(workspace) -> {check: bool}`; called once, each check is looked up in its answer."""
+
+    @staticmethod
+    def load(code: CodeType, path: str, job: Job, alarm: Alarm) -> tuple[dict | None, str]:
+        namespace, problem = _Functions.load(code, path, job, alarm)
+        if namespace is None:
+            return None, problem
+        import pathlib
+
+        checks, problem = _guarded(alarm, namespace["grade"], pathlib.Path(job.workspace))
+        if problem or not isinstance(checks, dict):
+            return None, problem or f"grade returned {type(checks).__name__}, not a dict of checks"
+        return checks, ""
+
+    @staticmethod
+    def check(namespace: dict, name: str, alarm: Alarm) -> tuple[bool, str]:
+        passed = namespace.get(name)
+        return (passed is True, "" if isinstance(passed, bool) else f"grade says {passed!r}, not True or False")
+
+
+def main() -> None:
+    """`worker.py OWNS_PROCESSES MAX_PROCESSES`."""
+    sys.dont_write_bytecode = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Worker(owns_processes=sys.argv[1] == "1", max_processes=int(sys.argv[2])).serve()
+
+
+if __name__ == "__main__":
+    main()
