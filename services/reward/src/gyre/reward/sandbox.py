@@ -106,7 +106,7 @@ def _system_mount(path: str) -> list[str]:
 
 def _python_roots() -> list[str]:
     """Where this interpreter's files are, unless the system's directories hold them."""
-    roots = dict.fromkeys(str(Path(p)) for p in (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)))
+    roots = dict.fromkeys((sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)))
     return [root for root in roots if not any(root == s or root.startswith(s + "/") for s in _SYSTEM)]
 
 
@@ -124,7 +124,7 @@ def _limited(argv: list[str], limits: Limits) -> list[str]:
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment of graded code: nothing of ours, no user site, no bytecode, a fixed hash seed."""
-    base = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8",
+    base = {"PATH": f"{Path(sys.executable).parent}:{os.defpath}", "LANG": "C.UTF-8",
             "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1", "PYTHONHASHSEED": "0", "HOME": "/tmp"}
     return base | extra
 
@@ -171,6 +171,6 @@ def remove_tree(path: Path) -> None:
     if path.exists():
         for directory, names, _ in os.walk(path):  # top down: a directory is opened up before it is listed
             for name in names:
-                if not os.path.islink(inner := os.path.join(directory, name)):
-                    os.chmod(inner, 0o700)
+                if not (inner := Path(directory) / name).is_symlink():
+                    inner.chmod(0o700)
         shutil.rmtree(path)

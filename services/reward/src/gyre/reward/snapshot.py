@@ -157,7 +157,7 @@ class _Extraction:
             fd = os.open(self.root / path, flags, 0o755 if member.executable else 0o644)
         except FileExistsError:
             return "an earlier entry has that path"
-        with open(fd, "wb") as file:
+        with os.fdopen(fd, "wb") as file:
             file.write(member.data)
         self.num_files += 1
         return None
@@ -172,7 +172,7 @@ class _Extraction:
             if reason is not None:
                 self.refused.append(Refusal(path, reason))
                 continue
-            os.symlink(target, self.root / path)
+            (self.root / path).symlink_to(target)
             made.append((path, target))
         inside = os.path.realpath(self.root)
         for path, target in made:

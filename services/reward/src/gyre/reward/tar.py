@@ -14,7 +14,8 @@ MAX_EXTENSION_BYTES = 64 * 1024
 _WITHOUT_DATA = {b"1", b"2", b"3", b"4", b"5", b"6"}  # nothing follows their header, whatever their size field says
 Kind = Literal["file", "directory", "symlink", "other"]
 _KINDS: dict[bytes, Kind] = {b"0": "file", b"\0": "file", b"7": "file", b"5": "directory", b"2": "symlink"}
-_OTHER = {b"1": "a hard link", b"3": "a character device", b"4": "a block device", b"6": "a FIFO", b"S": "a sparse file"}
+_OTHER = {b"1": "a hard link", b"3": "a character device", b"4": "a block device", b"6": "a FIFO",
+          b"S": "a sparse file"}
 
 
 class MalformedTar(ValueError):

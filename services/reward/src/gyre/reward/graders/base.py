@@ -1,11 +1,11 @@
 """What a grader is: it turns a task's hidden checks and a workspace into a score, or says why it cannot."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from gyre.contracts.errors import EvaluationError
+from gyre.reward.core import Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +23,16 @@ class Task:
         return self.root / "task.toml"
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A finite reward, the share or the count it rests on, and further figures by name."""
-
-    reward: float
-    num_passed: int
-    num_checks: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    details: dict[str, str] = field(default_factory=dict)  # failed check -> why, for people
-
-    def __post_init__(self) -> None:
-        for name, value in {"reward": self.reward, **self.metrics}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise EvaluationError(f"{name} = {value!r}: must be a finite number")
+class FinalFailure(EvaluationError):
+    """No score came about, and another attempt would give the same."""
 
 
-class TaskBroken(EvaluationError):
-    """The task or the configuration is wrong; trying again gives the same answer."""
+class TaskBroken(FinalFailure):
+    """The task or the configuration is wrong."""
+
+
+class VerifierTimeout(FinalFailure):
+    """The verifier's own limit fired. That is no word about the workspace, and a second run would cost as much."""
 
 
 class Grader(Protocol):
@@ -50,14 +42,37 @@ class Grader(Protocol):
     room: Path
 
     async def grade(self, task: Task, workspace: Path) -> Score:
-        """Raises EvaluationError if no score came about, TaskBroken if none ever will."""
+        """Raises EvaluationError if no score came about, FinalFailure if none ever will."""
         ...
 
     async def close(self) -> None: ...
 
 
-def score_of(ids: tuple[str, ...], results: dict[str, tuple[bool, str]], metrics: dict[str, float] | None = None) -> Score:
-    """The share of `ids` that passed. Only ids count that the tests themselves have; one that is absent has failed."""
-    passed = [i for i in ids if results.get(i, (False, ""))[0]]
-    details = {i: results[i][1] if i in results else "did not run" for i in ids if i not in passed}
-    return Score(len(passed) / len(ids), len(passed), len(ids), metrics or {}, details)
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """The ids that count, as the tests themselves have them; `repair` fail on the untouched workspace, `keep` pass."""
+
+    repair: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.repair + self.keep
+
+
+Outcomes = dict[str, tuple[bool, str]]  # id -> passed, and in words why not
+
+
+def score_of(checks: Checks, outcomes: Outcomes, metrics: dict[str, float] | None = None) -> Score:
+    """Share of `repair` that passes, times share of `keep` that still does: an untouched workspace has 0.
+
+    Only ids count that are in `checks`; one that is absent from `outcomes` has failed.
+    """
+    passed = {i for i in checks.ids if outcomes.get(i, (False, ""))[0]}
+    details = {i: outcomes[i][1] if i in outcomes else "did not run" for i in checks.ids if i not in passed}
+    reward = _share(checks.repair, passed) * _share(checks.keep, passed)
+    return Score(reward, len(passed), len(checks.ids), metrics or {}, details)
+
+
+def _share(ids: tuple[str, ...], passed: set[str]) -> float:
+    return sum(i in passed for i in ids) / len(ids) if ids else 1.0

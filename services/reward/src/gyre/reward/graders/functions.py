@@ -17,8 +17,8 @@ from pathlib import Path
 
 from gyre.contracts.errors import EvaluationError
 from gyre.reward.graders import worker
-from gyre.reward.graders.base import Score, Task, TaskBroken, score_of
-from gyre.reward.graders.tests import TestList, list_tests
+from gyre.reward.graders.base import Checks, Score, Task, TaskBroken, score_of
+from gyre.reward.graders.tests import HiddenTests, choose_checks, list_tests
 from gyre.reward.sandbox import Box, Limits, Mount, Sandbox, clean_environment, remove_tree
 
 _MAX_STAGED = 256
@@ -26,7 +26,7 @@ _MAX_REPLY_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class TestTimes:
+class TimeLimits:
     """How long graded code may run. Processor time decides; wall time, longer, stops what only waits."""
 
     test_cpu_s: float = 2.0
@@ -40,7 +40,8 @@ class _Staged:
     """Tests copied to where the sandbox shows them, without the solution beside them."""
 
     tests: Path
-    listed: TestList
+    listed: HiddenTests
+    checks: Checks
 
 
 class FunctionsGrader:
@@ -48,7 +49,7 @@ class FunctionsGrader:
 
     name = "functions"
 
-    def __init__(self, sandbox: Sandbox, scratch: Path, times: TestTimes, limits: Limits) -> None:
+    def __init__(self, sandbox: Sandbox, scratch: Path, times: TimeLimits, limits: Limits) -> None:
         self.room = scratch / "room"
         self._stage = scratch / "tests"
         for directory in (self.room, self._stage):
@@ -69,11 +70,12 @@ class FunctionsGrader:
                 reply = await self._ask(request)
         except TimeoutError:
             await self.close()
-            raise EvaluationError(f"the grading worker hung for {self._times.workspace_s:g} s and was replaced") from None
+            limit = self._times.workspace_s + self._times.margin_s
+            raise EvaluationError(f"the grading worker hung for {limit:g} s and was replaced") from None
         except (ConnectionError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             await self.close()
             raise EvaluationError(f"the grading worker died ({type(error).__name__}) and was replaced") from None
-        return _read_reply(reply, serial, staged.listed)
+        return _read_reply(reply, serial, staged.checks)
 
     def _request(self, serial: int, staged: _Staged, workspace: Path) -> dict[str, object]:
         times = self._times
@@ -112,7 +114,8 @@ class FunctionsGrader:
         target = self._stage / str(next(self._serial))
         shutil.copytree(task.tests, target, ignore=shutil.ignore_patterns("__pycache__"))
         try:
-            staged = _Staged(target, list_tests(target))
+            listed = list_tests(target)
+            staged = _Staged(target, listed, choose_checks(task, listed.ids))
         except TaskBroken as error:
             shutil.rmtree(target)
             raise TaskBroken(str(error).replace(str(target), str(task.tests))) from None
@@ -131,7 +134,7 @@ class FunctionsGrader:
             remove_tree(leftover)
 
 
-def _read_reply(reply: dict[str, object], serial: int, listed: TestList) -> Score:
+def _read_reply(reply: dict[str, object], serial: int, checks: Checks) -> Score:
     if reply.get("id") != serial:
         raise EvaluationError(f"the grading worker answered {reply.get('id')!r}, {serial} was asked")
     if error := reply.get("error"):
@@ -139,6 +142,6 @@ def _read_reply(reply: dict[str, object], serial: int, listed: TestList) -> Scor
     results = {str(k): (v[0] is True, str(v[1])) for k, v in reply["results"].items()}
     forged = str(reply["forged"])
     if forged:
-        failed = dict.fromkeys(listed.ids, (False, f"forged report: {forged}"))
-        return score_of(listed.ids, failed, {"forged": 1.0})
-    return score_of(listed.ids, results)
+        failed = dict.fromkeys(checks.ids, (False, f"forged report: {forged}"))
+        return score_of(checks, failed, {"forged": 1.0})
+    return score_of(checks, results)

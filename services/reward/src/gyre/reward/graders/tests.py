@@ -2,17 +2,18 @@
 
 import ast
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gyre.reward.graders.base import TaskBroken
+from gyre.reward.graders.base import Checks, Task, TaskBroken
 
 _PRELOADABLE = sys.stdlib_module_names | {"pytest"}
 
 
 @dataclass(frozen=True, slots=True)
-class TestList:
+class HiddenTests:
     """`ids` as `file::name`, grouped by file; `preload`: modules of the standard library that the tests import."""
 
     kind: Literal["functions", "grader"]
@@ -20,7 +21,7 @@ class TestList:
     preload: tuple[str, ...]
 
 
-def list_tests(tests: Path) -> TestList:
+def list_tests(tests: Path) -> HiddenTests:
     """The checks of a task: the constant CHECKS of its `grader.py`, or else the functions of its `test_*.py`.
 
     Raises:
@@ -39,7 +40,7 @@ def list_tests(tests: Path) -> TestList:
         double = sorted(i for i in set(ids) if ids.count(i) > 1)
         raise TaskBroken(f"{tests}: {', '.join(double)} exists twice; the first would never run")
     preload = {name for tree in trees.values() for name in _imports(tree)}
-    return TestList("grader" if own.is_file() else "functions", ids, tuple(sorted(preload & _PRELOADABLE)))
+    return HiddenTests("grader" if own.is_file() else "functions", ids, tuple(sorted(preload & _PRELOADABLE)))
 
 
 def _parse(file: Path) -> ast.Module:
@@ -85,3 +86,31 @@ def _imports(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names - {"__future__"}
+
+
+def choose_checks(task: Task, ids: tuple[str, ...]) -> Checks:
+    """`[grader] fail_to_pass` and `pass_to_pass` of the task's description; without them every id is to be repaired.
+
+    Raises:
+        TaskBroken: a list names a test that there is not, or twice, or leaves nothing to repair.
+    """
+    try:
+        tables = tomllib.loads(task.description.read_text()) if task.description.exists() else {}
+    except tomllib.TOMLDecodeError as error:
+        raise TaskBroken(f"{task.description}: {error}") from None
+    grader = tables.get("grader", {})
+    if not isinstance(grader, dict) or "fail_to_pass" not in grader:
+        return Checks(ids)
+    repair = tuple(_find(name, ids, task) for name in grader["fail_to_pass"])
+    keep = tuple(_find(name, ids, task) for name in grader.get("pass_to_pass", []))
+    if not repair or len(set(repair + keep)) != len(repair + keep):
+        raise TaskBroken(f"{task.description}: grader.fail_to_pass must name at least one test, and no test twice")
+    return Checks(repair, keep)
+
+
+def _find(name: str, ids: tuple[str, ...], task: Task) -> str:
+    """`file::name` or, where only one file has it, `name`."""
+    found = [i for i in ids if name in (i, i.partition("::")[2])]
+    if len(found) != 1:
+        raise TaskBroken(f"{task.description}: grader: {name!r} names {len(found)} tests of {task.tests}, not one")
+    return found[0]

@@ -6,9 +6,11 @@ how it ended; whatever it leaves unsaid has failed. When a test hangs or takes t
 that one test has failed, and a new child goes on behind it. What the child says out of order is forgery, and fails all.
 """
 
+# Every page that this process touches is copied for each child, so it stays small and does without pathlib.
+# ruff: noqa: PTH
 import contextlib
 import gc
-import importlib
+import importlib.machinery
 import json
 import os
 import select
@@ -16,7 +18,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from types import CodeType, FrameType
 
 GRACE_S = 0.5  # after the alarm inside the child has rung, before the child is killed
@@ -30,7 +31,7 @@ class Forged(Exception):
     """The child said something it could not have said honestly."""
 
 
-class TestTimeout(BaseException):
+class TimeIsUp(BaseException):
     """Raised inside a test whose time is up; not an Exception, so that ordinary handlers let it pass."""
 
 
@@ -86,7 +87,7 @@ class Worker:
             if path not in self._code:
                 with open(path, "rb") as source:
                     self._code[path] = compile(source.read(), path, "exec", dont_inherit=True)
-        gc.collect(0)
+        importlib.machinery.PathFinder.find_spec("gyre_no_such_module")  # fills the caches that children inherit
         gc.freeze()
 
     def _grade(self, job: Job) -> Results:
@@ -298,7 +299,7 @@ class Alarm:
 
 
 def _time_is_up(number: int, _frame: FrameType | None) -> None:
-    raise TestTimeout("used up its processor time" if number == signal.SIGPROF else "took too long")
+    raise TimeIsUp("used up its processor time" if number == signal.SIGPROF else "took too long")
 
 
 def _guarded(alarm: Alarm, function: object, *args: object) -> tuple[object, str]:
@@ -307,14 +308,10 @@ def _guarded(alarm: Alarm, function: object, *args: object) -> tuple[object, str
         with alarm:
             return function(*args), ""
     except BaseException as error:
-        return None, _describe(error)
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return " ".join("".join(traceback.format_exception_only(error)).split()) or type(error).__name__
-    except BaseException:
-        return type(error).__name__
+        if function is str:  # the text of an error of its own may be foreign code too
+            return None, type(error).__name__
+        text, _ = _guarded(alarm, str, error)
+        return None, f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class _Functions:
