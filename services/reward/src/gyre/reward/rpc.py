@@ -4,7 +4,6 @@ import os
 
 import grpc
 import grpc.aio
-
 from gyre.contracts.events import BlobRef
 from gyre.proto.common.v1 import status_pb2
 from gyre.proto.reward.v1 import service_pb2, service_pb2_grpc

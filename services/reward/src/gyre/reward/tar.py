@@ -71,8 +71,8 @@ def read_members(archive: bytes) -> Iterator[Member]:
             yield _member(header, flag, extensions, view[start:end] if flag in (b"0", b"\0", b"7") else view[:0])
             extensions = _Extensions()
         offset = end + -size % BLOCK
-    if offset < len(view):
-        raise MalformedTar(f"at byte {offset}: {len(view) - offset} bytes are left, not a whole block")
+    if offset != len(view) or extensions != _Extensions():
+        raise MalformedTar(f"at byte {min(offset, len(view))}: it is cut off")
 
 
 def _check_sum(header: bytes, offset: int) -> None:
