@@ -61,6 +61,11 @@ class FunctionsGrader:
         self._serial = itertools.count()
         self._process: asyncio.subprocess.Process | None = None
 
+    @property
+    def worker_pid(self) -> int | None:
+        """The leader of the worker's session, while there is one."""
+        return self._process.pid if self._process else None
+
     async def grade(self, task: Task, workspace: Path) -> Score:
         staged = self._stage_tests(task)
         serial = next(self._serial)

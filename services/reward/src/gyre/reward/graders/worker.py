@@ -41,14 +41,13 @@ class Job:
     """One workspace to grade. `ids` are `file::name`, grouped by file, in the order in which they run."""
 
     def __init__(self, request: dict) -> None:
-        self.workspace: str = request["workspace"]
-        self.tests: str = request["tests"]
+        self.workspace, self.tests, self.kind = request["workspace"], request["tests"], request["kind"]
         self.ids: list[str] = request["ids"]
-        self.kind: str = request["kind"]
         self.cpu_s: float = request["test_cpu_s"]
         self.wall_s: float = request["test_wall_s"]
         self.preload: list[str] = request["preload"]
         self.deadline = time.monotonic() + request["timeout_s"]
+        self.secret = ""  # begins every report of one child: what is written blindly is no report
 
 
 class Worker:
@@ -99,6 +98,7 @@ class Worker:
     def _one_child(self, job: Job, first: int, results: Results) -> int:
         """Run one child from id `first` on; returns the id to go on from, which is larger than `first`."""
         read_fd, write_fd = os.pipe()
+        job.secret = os.urandom(8).hex()
         pid = os.fork()
         if pid == 0:
             _child(job, self._code, first, write_fd, self._max_processes if self._owns_processes else 0)
@@ -132,7 +132,7 @@ def _temporaries() -> set[str]:
 
 def _listen(job: Job, first: int, fd: int, results: Results) -> int:
     """Read what the child says until it is done, silent for too long, or dead."""
-    heard = Heard(job.ids, first, results)
+    heard = Heard(job, first, results)
     buffer, total, quiet_at = b"", 0, time.monotonic() + job.wall_s + GRACE_S
     while not heard.done:
         left = min(quiet_at, job.deadline) - time.monotonic()
@@ -151,26 +151,25 @@ def _listen(job: Job, first: int, fd: int, results: Results) -> int:
     return len(job.ids)
 
 
-def _parse(line: bytes) -> list:
+def _parse(line: bytes, secret: str) -> list:
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(report := json.loads(line), list) and len(report) == 4:
-            return report
+        if isinstance(report := json.loads(line), list) and len(report) == 5 and report[0] == secret:
+            return report[1:]
     raise Forged("a line that is not a report")
 
 
 class Heard:
     """What the child said so far, checked against what it may say next: import a file, begin an id, end that id."""
 
-    def __init__(self, ids: list[str], first: int, results: Results) -> None:
-        self._ids = ids
-        self._results = results
+    def __init__(self, job: Job, first: int, results: Results) -> None:
+        self._ids, self._secret, self._results = job.ids, job.secret, results
         self._next = first
         self._state = "idle"  # idle, importing, running
         self.done = False
 
     def take(self, line: bytes) -> None:
         """Raises Forged for anything out of order."""
-        verb, index, passed, detail = _parse(line)
+        verb, index, passed, detail = _parse(line, self._secret)
         if (verb, self._state) == ("done", "idle") and self._next == index == len(self._ids):
             self.done = True
         elif index != self._next or index >= len(self._ids):
@@ -278,12 +277,12 @@ class WorkspaceFinder:
 class Reports:
     """What the child says. A report waits for the next `flush`, which has to come before foreign code runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str) -> None:
         self._write, self._dumps = os.write, json.dumps  # bound before foreign code can replace them
-        self._waiting = b""
+        self._secret, self._waiting = secret, b""
 
     def add(self, verb: str, index: int, passed: bool = False, detail: str = "") -> None:
-        self._waiting += self._dumps([verb, index, passed, detail[:DETAIL_CHARS]]).encode() + b"\n"
+        self._waiting += self._dumps([self._secret, verb, index, passed, detail[:DETAIL_CHARS]]).encode() + b"\n"
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, b""
@@ -293,7 +292,7 @@ class Reports:
 
 def _run(job: Job, code: dict[str, CodeType], first: int) -> None:
     """Run ids `first` and on."""
-    reports, alarm, file, namespace = Reports(), Alarm(job.cpu_s, job.wall_s), "", {}
+    reports, alarm, file, namespace = Reports(job.secret), Alarm(job.cpu_s, job.wall_s), "", {}
     runner = _OwnGrader if job.kind == "grader" else _Functions
     for index in range(first, len(job.ids)):
         next_file, _, name = job.ids[index].partition("::")
