@@ -52,7 +52,8 @@ async def status_table(run: RunDir) -> Table:
     for heading in ("process", "pid", "up", "role", "epoch", "weights", "detail"):
         table.add_column(heading)
     table.add_row("nats", str(pids.get("nats", "-")), "", "", "", "", deployment.nats_url)
-    roles = {c.cell: f"{c.role}" + ("" if c.stage == "settled" else f" ({c.stage})") for c in view.cells} if view else {}
+    cells = view.cells if view else ()
+    roles = {c.cell: c.role + ("" if c.stage == "settled" else f" ({c.stage})") for c in cells}
     for spec, answer in zip(specs, answers, strict=True):
         table.add_row(*_row(spec, answer, roles, pids))
     return table
