@@ -1,6 +1,5 @@
 """`gyre-reward evaluator --config run.toml --deployment deployment.toml --index N`: one evaluator process."""
 
-import tempfile
 from pathlib import Path
 
 from gyre.reward.config import evaluator_config, open_grader
@@ -15,7 +14,9 @@ from gyre.runtime.rpc import Server
 async def serve(process: Process) -> None:
     """Evaluate until asked to stop."""
     config = evaluator_config(process.config, process.config_dir, process.deployment, process.index)
-    scratch = Path(tempfile.mkdtemp(prefix=f"gyre-{process.name}-"))
+    scratch = Path(process.deployment.state_dir) / f"{process.name}-scratch"
+    remove_tree(scratch)  # a killed predecessor left it
+    scratch.mkdir(parents=True)
     grader = open_grader(config, scratch)
     evaluation = Evaluation(grader, process.blobs, TasksRoot(config.tasks_root), config.snapshot, config.budget,
                             process.clock, process.name)

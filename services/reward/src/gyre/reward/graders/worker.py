@@ -136,7 +136,10 @@ def _listen(job: Job, first: int, fd: int, results: Results) -> int:
     buffer, total, quiet_at = b"", 0, time.monotonic() + job.wall_s + GRACE_S
     while not heard.done:
         left = min(quiet_at, job.deadline) - time.monotonic()
-        if left <= 0 or not select.select([fd], [], [], left)[0]:
+        ready = select.select([fd, 0], [], [], max(left, 0.0))[0]
+        if 0 in ready:  # nothing is asked while a workspace is graded: the evaluator is gone
+            raise SystemExit
+        if not ready:
             return heard.lost(f"ran longer than {job.wall_s:g} s")
         data = os.read(fd, 65536)
         if not data:
