@@ -166,9 +166,7 @@ class Heard:
 
     def __init__(self, job: Job, first: int, results: Results) -> None:
         self._ids, self._secret, self._results = job.ids, job.secret, results
-        self._next = first
-        self._state = "idle"  # idle, importing, running
-        self.done = False
+        self._next, self._state, self.done = first, "idle", False  # idle, importing, running
 
     def take(self, line: bytes) -> None:
         """Raises Forged for anything out of order."""
