@@ -49,7 +49,9 @@ IMPURE_IMPORTS = {
 PURE_NEIGHBOURS = ("gyre.contracts", "gyre.runtime.effects", "gyre.runtime.config")
 
 # "path" -> why it may hold a loopback address, a wildcard address or an absolute path.
-ADDRESSES: dict[str, str] = {}
+ADDRESSES: dict[str, str] = {
+    "libs/cli/src/gyre/cli/launcher.py": "the local launcher is the one thing that is about this machine alone",
+}
 ADDRESS = re.compile(r"localhost|127\.0\.0\.1|0\.0\.0\.0|(^|[\s\"'=:])/(tmp|home|root|opt|mnt|data|var|usr)/")
 # Places of the machines the project is developed on; nothing in the tree may name them.
 MACHINE = re.compile(r"/(work|root|opt)/(main|dev|shared|wheels|pypi|\.library|\.pyenv)\b")
@@ -58,6 +60,7 @@ UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "yaml.load"}
 # "path" -> why it may call one of them.
 UNSAFE: dict[str, str] = {
+    "services/reward/src/gyre/reward/graders/worker.py": "runs graded code, in a forked child inside the sandbox",
     "examples/clinic/grader.py": "grading code means running it; the grader is the process the evaluator shuts away",
     "examples/clinic/harness.py": "the harness runs the visible tests of its own workspace, inside its sandbox",
 }

@@ -180,5 +180,24 @@ def bootstrap(nats: Annotated[str, typer.Option(help="URL of the NATS server", e
     say("streams are there")
 
 
+@app.command("prepare")
+def prepare_command(config: ConfigPath, out: Annotated[Path, typer.Option(help="where the resolved configuration goes")],
+                    sets: Sets = None) -> None:
+    """Make what a run starts from and write its configuration with absolute paths, for processes started apart."""
+    from gyre.cli.apart import prepare_apart
+
+    with configured():
+        prepare_apart(load(config, sets), out, say)
+
+
+@app.command()
+def start(config: Annotated[Path, typer.Option(help="the resolved configuration", envvar="GYRE_CONFIG")],
+          deployment: Annotated[Path, typer.Option(help="where the processes live", envvar="GYRE_DEPLOYMENT")]) -> None:
+    """Open a run whose processes were started apart, as soon as its scheduler leads."""
+    from gyre.cli.apart import start_apart
+
+    finish(start_apart(config, deployment, say))
+
+
 if __name__ == "__main__":
     sys.exit(app())
