@@ -48,7 +48,8 @@ class Session:
         logprobs = -self._rng.random(output, dtype=np.float32)
         self.records.append(CallRecorded(
             "x", "g", name, len(self.records), base, keep, keep + delta, new, out, logprobs, logprobs,
-            (VersionSpan(0, output, 7),) if output else (), "stop", token_digest(sequence), role_class=role, lineage=role))
+            (VersionSpan(0, output, 7),) if output else (), "stop", token_digest(sequence), role_class=role,
+            lineage=role))
         self.sequences[name] = sequence
         return name
 
@@ -114,7 +115,8 @@ def tree_bytes(log: CallLog) -> int:
 
 
 def record_bytes(session: Session) -> int:
-    return sum(a.nbytes for r in session.records for a in (r.prompt_delta, r.output_ids, r.logprobs, r.behaviour_logprobs))
+    return sum(array.nbytes for record in session.records for array in (
+        record.prompt_delta, record.output_ids, record.logprobs, record.behaviour_logprobs))
 
 
 def dict_trie(sequences: Iterator[np.ndarray]) -> int:
@@ -156,19 +158,20 @@ def main() -> None:
     admit_s, member = cpu_s(lambda: admitted(tree))
     pack_s, steps = cpu_s(lambda: packed(member))
     beside, held = tree_bytes(log), record_bytes(session)
+    unique = tree.num_tokens
     print(f"execution: {len(session.records)} calls, longest prompt {max(r.prompt_len for r in session.records):,}, "
-          f"{flat:,} flat, {tree.num_tokens:,} unique ({flat / tree.num_tokens:.0f}x), {tree.num_segments} segments")
+          f"{flat:,} flat, {unique:,} unique ({flat / unique:.0f}x), {tree.num_segments} segments")
     print(f"resolve and verify: {resolve_s:.3f} s   build: {build_s:.3f} s   targets and admission: {admit_s:.3f} s "
           f"({len(member.targets):,} targets, {member.admission.num_owned:,} owned)   pack: {pack_s:.3f} s "
           f"({sum(map(len, steps)):,} bytes)")
-    print(f"memory: records {held / tree.num_tokens:.1f}, tree beside them {beside / tree.num_tokens:.1f} bytes per token")
+    print(f"memory: records {held / unique:.1f}, tree beside them {beside / unique:.1f} bytes per token")
     lcp_s, num = cpu_s(lambda: neighbour_prefixes(list(session.sequences.values())))
-    print(f"full prompts against their neighbour: {lcp_s:.3f} s ({num:,} tokens, {num / tree.num_tokens:.2f}x the unique)")
+    print(f"full prompts against their neighbour: {lcp_s:.3f} s ({num:,} tokens, {num / unique:.2f}x the unique)")
     if not options.no_dict:
         dict_s, num = cpu_s(lambda: dict_trie(iter(session.sequences.values())))
         print(f"dict per token: {dict_s:.2f} s ({num:,} nodes, {dict_s / (resolve_s + build_s):.0f}x the time)")
-    print(f"tree build_s={resolve_s + build_s:.4f} admit_s={admit_s:.4f} bytes_per_unique={beside / tree.num_tokens:.2f} "
-          f"unique={tree.num_tokens} flat={flat}")
+    print(f"tree build_s={resolve_s + build_s:.4f} admit_s={admit_s:.4f} bytes_per_unique={beside / unique:.2f} "
+          f"unique={unique} flat={flat}")
 
 
 if __name__ == "__main__":
