@@ -112,9 +112,7 @@ def _pessimistic(
     return torch.maximum(free_K, held_K), held_K.detach() > free_K.detach()
 
 
-def _sums(
-    targets: Targets, log_ratio_K: torch.Tensor, clipped_K: torch.Tensor, loss: torch.Tensor
-) -> dict[str, float]:
+def _sums(targets: Targets, log_ratio_K: torch.Tensor, clipped_K: torch.Tensor, loss: torch.Tensor) -> dict[str, float]:
     """Sums over targets. `abs_dlogp` and `kl_k3` compare trainer and engine (k3: Schulman's unbiased estimator)."""
     gap_K = targets.logprob_K.detach() - targets.behaviour_K
     sums = {

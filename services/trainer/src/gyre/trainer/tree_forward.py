@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-
 from gyre.contracts.errors import ContractError
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.attention import Attention
@@ -44,8 +43,8 @@ def check_trees(micro_step: MicroStep) -> None:
     parent, position, index = micro_step.parent, micro_step.position, np.arange(micro_step.num_tokens)
     root = parent < 0
     above = np.where(root, 0, parent)
-    expected = np.where(root, 0, position[above] + 1)
     _require(parent < index, "parent", "must come before its child")
+    expected = np.where(root, 0, position[above] + 1)
     _require(position == expected, "position", "must be the number of ancestors")
     inside = root | ((index < micro_step.exit[above]) & (micro_step.exit <= micro_step.exit[above]))
     _require(inside & (micro_step.exit > index), "exit", "must end the subtree, inside the parent's")
@@ -60,8 +59,7 @@ def _require(good: np.ndarray, array: str, rule: str) -> None:
 
 def runs_of(parent: np.ndarray) -> list[Run]:
     """Maximal runs with parent[i] == i - 1, each with the index ranges of its ancestors, root first."""
-    starts = np.flatnonzero(parent != np.arange(len(parent)) - 1)
-    starts = starts if len(starts) and starts[0] == 0 else np.concatenate(([0], starts))[: len(starts) + 1]
+    starts = np.concatenate(([0], np.flatnonzero(parent != np.arange(len(parent)) - 1)))
     ends = np.append(starts[1:], len(parent))
     runs: list[Run] = []
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
