@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import msgpack
 import msgspec
 import numpy as np
-
 from gyre.contracts.errors import BrokenBody, MessageTooLarge, UnknownType
 from gyre.contracts.events import BlobRef, Fact
 from gyre.contracts.subjects import BY_TYPE, row_of

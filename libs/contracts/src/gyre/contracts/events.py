@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-
 from gyre.contracts.errors import BrokenBody
 
 Role = Literal["rollout", "train"]

@@ -7,7 +7,6 @@ Arrays have one entry per token (T) unless said otherwise.
 from dataclasses import dataclass
 
 import numpy as np
-
 from gyre.contracts.codec import pack, unpack
 from gyre.contracts.digest import bytes_digest
 from gyre.contracts.errors import BrokenBody
@@ -22,7 +21,7 @@ class MicroStep:
     position     int32 [T]    depth: number of ancestors
     exit         int32 [T]    end of the token's subtree: q sees k iff k <= q < exit[k]
     tree         int32 [T]    index into `executions`
-    target       int32 [K]    token indices that are trained, ascending; token i is scored by the hidden state of parent[i]
+    target       int32 [K]    tokens that are trained, ascending; token i is scored by the hidden state of parent[i]
     path         int32 [K]    number of the admitted path that owns the target, unique inside the micro-step
     logprob      float32 [K]  behaviour log-prob of the target
     version      int32 [K]    weights version it was sampled under

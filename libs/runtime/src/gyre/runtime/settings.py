@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-
 from gyre.contracts.errors import ConfigError
 
 T = TypeVar("T")

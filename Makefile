@@ -1,0 +1,44 @@
+# Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-harness lint fix gen gen-check bench lock clean
+
+BIN := .venv/bin
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
+
+setup:  ## Create or complete .venv (GYRE_TORCH=cuda for GPU machines, PYTHON=... to choose the interpreter)
+	@PYTHON='$(PYTHON)' sh tools/setup.sh
+
+demo: setup  ## Train the example policy with every service as its own process (ARGS="..." goes to `gyre demo`)
+	@$(BIN)/gyre demo examples/clinic/clinic.toml $(ARGS)
+
+test: lint gen-check  ## Lint, check generated code, run every test that needs nothing else (ARGS="-k name")
+	@$(BIN)/python -m pytest -m "not harness" $(ARGS)
+
+test-harness: setup  ## Run the tests that drive a real third-party harness, installed apart in .venv-harness
+	@sh tools/setup_harness.sh
+	@GYRE_TEST_HARNESS_BIN='$(CURDIR)/.venv-harness/bin' $(BIN)/python -m pytest -m harness $(ARGS)
+
+lint: setup  ## Check style
+	@$(BIN)/ruff check --quiet .
+
+fix: setup  ## Repair what ruff can repair itself
+	@$(BIN)/ruff check --quiet --fix .
+
+gen: setup  ## Generate the gRPC code from proto/
+	@$(BIN)/python tools/gen_proto.py
+
+gen-check: setup  ## Check that the generated gRPC code is current
+	@$(BIN)/python tools/gen_proto.py --check
+
+bench: setup  ## Run one benchmark: make bench NAME=... ARGS="..."
+	@if [ -f 'bench/$(NAME).py' ]; then exec $(BIN)/python 'bench/$(NAME).py' $(ARGS); fi; \
+	echo 'make bench NAME=..., one of:'; ls bench/*.py 2>/dev/null | sed 's|bench/\(.*\)\.py|  \1|'; exit 2
+
+lock: setup  ## Write constraints.txt anew: the newest versions the packages' ranges allow
+	@sh tools/lock.sh
+
+clean:  ## Remove caches and build products (.venv and runs/ stay)
+	@find . \( -name .venv -o -name '.venv-*' -o -name .git \) -prune -o -name __pycache__ -type d -print | xargs rm -rf
+	@rm -rf .pytest_cache .ruff_cache .hypothesis build dist

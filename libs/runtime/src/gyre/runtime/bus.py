@@ -1,0 +1,261 @@
+"""NATS JetStream behind a small surface: bootstrap and verify streams, publish, consume, follow.
+
+Rules that come from how the server and its client behave: every publish carries `Nats-Msg-Id` and is retried until it
+is acknowledged (a timeout means unknown, not failed); fetches are short, because a fetch that was waiting when the
+server restarted sleeps its whole timeout; a connection that the client closes for good ends the process.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, BadRequestError, NotFoundError
+
+from gyre.contracts.errors import BusError, Fenced
+from gyre.contracts.subjects import STREAMS, Stream
+from gyre.runtime.clock import Clock, SystemClock
+
+log = logging.getLogger(__name__)
+
+PUBLISH_TIMEOUT_S = 5.0
+FETCH_TIMEOUT_S = 3.0
+ACK_WAIT_S = 30.0
+DUPLICATE_WINDOW_S = 3600.0
+WRONG_LAST_SEQUENCE = (10071, 10164)
+TRANSIENT = (nats.errors.TimeoutError, nats.errors.NoRespondersError, nats.errors.ConnectionClosedError,
+             nats.errors.ConnectionReconnectingError, nats.errors.OutboundBufferLimitError, nats.errors.NoServersError,
+             ConnectionError, APIError)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message with its place in its stream. `ack` may be awaited once it is applied."""
+
+    stream: str
+    subject: str
+    sequence: int
+    num_delivered: int
+    headers: dict[str, str]
+    data: bytes
+    message: Msg
+
+    async def ack(self) -> None:
+        with contextlib.suppress(nats.errors.Error):
+            await self.message.ack()
+
+    async def in_progress(self) -> None:
+        with contextlib.suppress(nats.errors.Error):
+            await self.message.in_progress()
+
+
+def stream_config(stream: Stream, replicas: int = 1) -> StreamConfig:
+    """How a stream is kept: on disk, refusing new messages when full instead of dropping old ones."""
+    return StreamConfig(name=stream.name, subjects=[stream.subjects], storage=StorageType.FILE,
+                        retention=RetentionPolicy.WORK_QUEUE if stream.work_queue else RetentionPolicy.LIMITS,
+                        discard=DiscardPolicy.NEW, num_replicas=replicas, duplicate_window=DUPLICATE_WINDOW_S)
+
+
+class Bus:
+    """One connection of one process."""
+
+    def __init__(self, client: Client, clock: Clock) -> None:
+        self.client = client
+        self.js: JetStreamContext = client.jetstream(timeout=PUBLISH_TIMEOUT_S)
+        self.closed = asyncio.Event()
+        self._clock = clock
+
+    @classmethod
+    async def connect(cls, url: str, name: str, clock: Clock | None = None) -> "Bus":
+        """Connect and keep reconnecting for ever. Raises BusError if the first connection fails for a minute."""
+        client = Client()
+        bus_box: list[Bus] = []
+
+        async def on_closed() -> None:
+            if bus_box:
+                bus_box[0].closed.set()
+
+        async def on_error(error: Exception) -> None:
+            log.warning("nats: %s", error)
+
+        async def on_disconnected() -> None:
+            log.warning("nats: disconnected")
+
+        async def on_reconnected() -> None:
+            log.info("nats: reconnected")
+
+        options = {"name": name, "max_reconnect_attempts": -1, "reconnect_time_wait": 0.25, "ping_interval": 5,
+                   "max_outstanding_pings": 2, "connect_timeout": 5, "drain_timeout": 10, "error_cb": on_error,
+                   "closed_cb": on_closed, "disconnected_cb": on_disconnected, "reconnected_cb": on_reconnected}
+        try:
+            await asyncio.wait_for(client.connect(servers=[url], allow_reconnect=True, **options), 60)
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            raise BusError(f"nats at {url}: cannot connect: {error!r}") from error
+        bus_box.append(cls(client, clock or SystemClock()))
+        return bus_box[0]
+
+    async def close(self) -> None:
+        """Flush and disconnect; a connection that is down is simply dropped."""
+        try:
+            await asyncio.wait_for(self.client.drain(), 10)
+        except (TimeoutError, nats.errors.Error):
+            await self.client.close()
+
+    # ------------------------------------------------------------ streams
+
+    async def bootstrap(self, replicas: int = 1) -> None:
+        """Create missing streams; never deletes or empties one. Only the bootstrap calls this."""
+        for stream in STREAMS:
+            try:
+                await self.js.add_stream(stream_config(stream, replicas))
+            except BadRequestError:
+                await self.js.update_stream(stream_config(stream, replicas))
+
+    async def verify_streams(self) -> None:
+        """Raises BusError naming the streams that are missing or have other subjects."""
+        for stream in STREAMS:
+            try:
+                info = await self._with_retry(lambda s=stream: self.js.stream_info(s.name))
+            except NotFoundError:
+                raise BusError(f"stream {stream.name} is missing; run `gyre bootstrap`") from None
+            if info.config.subjects != [stream.subjects]:
+                raise BusError(f"stream {stream.name} has subjects {info.config.subjects}, expected [{stream.subjects!r}]")
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message, 0 if there is none."""
+        info = await self._with_retry(lambda: self.js.stream_info(stream))
+        return info.state.last_seq
+
+    async def _with_retry(self, call: Callable, attempts: int = 40) -> object:
+        for _ in range(attempts - 1):
+            try:
+                return await call()
+            except NotFoundError:
+                raise
+            except TRANSIENT:
+                await self._clock.sleep(0.5)
+        return await call()
+
+    # ------------------------------------------------------------ publish
+
+    async def publish(self, subject: str, body: bytes, message_id: str, headers: dict[str, str] | None = None,
+                      expected_last: tuple[str, int] | None = None) -> int:
+        """Publish until acknowledged; returns the sequence (of the first copy, if this was a duplicate).
+
+        `expected_last` = (subject, sequence): refused unless that subject's last message has that sequence.
+
+        Raises:
+            Fenced: the condition did not hold. It does not say that this message is not stored: re-read first.
+        """
+        all_headers = dict(headers or {}) | {"Nats-Msg-Id": message_id}
+        if expected_last is not None:
+            all_headers["Nats-Expected-Last-Subject-Sequence"] = str(expected_last[1])
+            if expected_last[0] != subject:
+                all_headers["Nats-Expected-Last-Subject-Sequence-Subject"] = expected_last[0]
+        delay_s = 0.1
+        while True:
+            try:
+                ack = await self.js.publish(subject, body, timeout=PUBLISH_TIMEOUT_S, headers=all_headers)
+                return ack.seq
+            except TRANSIENT as error:
+                if isinstance(error, APIError) and error.err_code in WRONG_LAST_SEQUENCE:
+                    raise Fenced(f"{subject}: {error.description}") from error
+                if self.closed.is_set():
+                    raise BusError("nats: connection closed") from error
+                log.warning("nats: publish of %s not acknowledged (%r), retrying", message_id, error)
+                await self._clock.sleep(delay_s)
+                delay_s = min(delay_s * 2, 2.0)
+
+    # ------------------------------------------------------------ consume
+
+    async def consume(self, stream: Stream, durable: str, filters: list[str], *, start: int | None = None,
+                      batch: int = 64, max_ack_pending: int = 4096) -> AsyncIterator[list[Received]]:
+        """Batches of a shared durable pull consumer, for ever; the consumer is rebuilt when it vanishes.
+
+        `start`: first sequence of a consumer that has to be made anew (None: from the beginning).
+        """
+        config = ConsumerConfig(
+            durable_name=durable, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_deliver=-1,
+            max_ack_pending=max_ack_pending, filter_subjects=filters,
+            deliver_policy=DeliverPolicy.ALL if start is None else DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=start)
+        while not self.closed.is_set():
+            try:
+                await self._ensure_consumer(stream.name, config)
+                subscription = await self.js.pull_subscribe_bind(durable=durable, stream=stream.name)
+                async for messages in self._fetches(subscription, batch):
+                    yield messages
+            except (*TRANSIENT, nats.errors.Error) as error:
+                log.warning("nats: consumer %s on %s: %r, rebuilding", durable, stream.name, error)
+                await self._clock.sleep(0.5)
+
+    async def _ensure_consumer(self, stream: str, config: ConsumerConfig) -> None:
+        try:
+            await self.js.consumer_info(stream, config.durable_name)
+        except NotFoundError:
+            await self.js.add_consumer(stream, config)
+
+    async def delete_consumer(self, stream: str, durable: str) -> None:
+        """Forget a durable position, e.g. because the local state it belonged to is gone."""
+        with contextlib.suppress(NotFoundError):
+            await self.js.delete_consumer(stream, durable)
+
+    async def _fetches(self, subscription: JetStreamContext.PullSubscription, batch: int) -> AsyncIterator[list[Received]]:
+        num_empty = 0
+        while not self.closed.is_set():
+            try:
+                messages = await subscription.fetch(batch, timeout=FETCH_TIMEOUT_S)
+                num_empty = 0
+            except nats.errors.TimeoutError:
+                messages = []
+                num_empty += 1
+            if messages:
+                yield [_received(m) for m in messages]
+            elif num_empty >= 10:
+                await subscription.consumer_info()  # raises if the consumer is gone, which a fetch does not
+                num_empty = 0
+
+    # ------------------------------------------------------------ follow
+
+    async def follow(self, stream: Stream, filters: list[str], start: int = 1) -> AsyncIterator[list[Received]]:
+        """Every message from sequence `start` on, in order, without any durable position; for ever."""
+        position = start
+        while not self.closed.is_set():
+            config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                                    opt_start_seq=max(position, 1), filter_subjects=filters, inactive_threshold=30.0)
+            try:
+                info = await self.js.add_consumer(stream.name, config)
+                subscription = await self.js.pull_subscribe_bind(consumer=info.name, stream=stream.name)
+                async for messages in self._fetches(subscription, 256):
+                    fresh = [m for m in messages if m.sequence >= position]
+                    position = messages[-1].sequence + 1
+                    if fresh:
+                        yield fresh
+            except (*TRANSIENT, nats.errors.Error) as error:
+                log.warning("nats: following %s from %d: %r, again", stream.name, position, error)
+                await self._clock.sleep(0.5)
+
+    async def read_all(self, stream: Stream, filters: list[str]) -> list[Received]:
+        """Every message that is in the stream now and matches one of `filters`."""
+        config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL,
+                                filter_subjects=filters, inactive_threshold=10.0)
+        info = await self.js.add_consumer(stream.name, config)
+        num_pending = info.num_pending or 0
+        subscription = await self.js.pull_subscribe_bind(consumer=info.name, stream=stream.name)
+        received: list[Received] = []
+        while len(received) < num_pending:
+            messages = await subscription.fetch(min(512, num_pending - len(received)), timeout=FETCH_TIMEOUT_S)
+            received.extend(_received(m) for m in messages)
+        return received
+
+
+def _received(message: Msg) -> Received:
+    meta = message.metadata
+    return Received(meta.stream, message.subject, meta.sequence.stream, meta.num_delivered, dict(message.headers or {}),
+                    message.data, message)
