@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from gyre.trainer.loss import LossConfig, Targets, policy_loss
 
 
