@@ -24,11 +24,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A worker's finished gradient buffer: where it lies and which micro-steps are summed in it."""
+    """A worker's finished gradient buffer: the sum over exactly the micro-steps it completed, and where it lies."""
 
     worker: str
     cell: int
-    micro_steps: frozenset[str]
     transfer: str
 
 
@@ -105,12 +104,12 @@ class ClaimTable:
         self._sums[micro_step] = (entry.cell, sums)
         return True
 
-    def offer(self, offer: Offer, now: float) -> bool:
+    def offer(self, worker: str, micro_steps: frozenset[str], transfer: str, now: float) -> bool:
         """Accept a buffer only if it holds exactly what the worker completed and nothing is open any more."""
-        entry = self._renew(offer.worker, now)
-        if entry is None or not self.window_closed or offer.micro_steps != entry.done or entry.offer is not None:
+        entry = self._renew(worker, now)
+        if entry is None or not self.window_closed or micro_steps != entry.done or entry.offer is not None:
             return False
-        entry.offer = offer
+        entry.offer = Offer(worker, entry.cell, transfer)
         return True
 
     def expire(self, now: float) -> list[str]:
