@@ -1,8 +1,8 @@
 """gRPC servers and clients: health and reflection, a deadline on every call, trace context in metadata.
 
-Errors map so: unusable argument INVALID_ARGUMENT, stale epoch or refused state FAILED_PRECONDITION, not now UNAVAILABLE,
-too much RESOURCE_EXHAUSTED. A client call without its own deadline gets the channel's default; a server refuses a
-call that has none, so that nothing waits for ever.
+Errors map so: unusable argument INVALID_ARGUMENT, stale epoch or refused state FAILED_PRECONDITION, not now
+UNAVAILABLE, too much RESOURCE_EXHAUSTED. A client call without its own deadline gets the channel's default; a server
+refuses a call that has none, so that nothing waits for ever.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -12,7 +12,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-
 from gyre.runtime import telemetry
 
 _KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000),
@@ -108,8 +107,8 @@ class _Defaults(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    async def intercept_unary_unary(self, continuation: Callable[..., Awaitable[Any]], details: grpc.aio.ClientCallDetails,
-                                    request: Any) -> Any:
+    async def intercept_unary_unary(self, continuation: Callable[..., Awaitable[Any]],
+                                    details: grpc.aio.ClientCallDetails, request: Any) -> Any:
         carrier = telemetry.inject()
         metadata = grpc.aio.Metadata(*(details.metadata or ()), *carrier.items()) if carrier else details.metadata
         timeout = self._timeout_s if details.timeout is None else details.timeout
