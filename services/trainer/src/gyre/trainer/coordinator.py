@@ -309,13 +309,15 @@ class Coordinator:
     # ------------------------------------------------------------ what status shows
 
     def gauges(self) -> dict[str, float]:
-        state = self._ledger.state
-        return {
-            "step": state.position,
-            "attempt": state.attempt,
-            "groups_waiting": len(state.membership.waiting),
-            "unclaimed_cost": 0.0 if self._table is None else self._table.unclaimed_cost,
+        state, table = self._ledger.state, self._table
+        gauges = {
+            "step": float(state.position),
+            "attempt": float(state.attempt),
+            "groups_waiting": float(len(state.membership.waiting)),
+            "unclaimed_cost": 0.0 if table is None else table.unclaimed_cost,
         }
+        by_cell = {} if table is None else table.micro_steps_by_cell()
+        return gauges | {f"micro_steps_cell_{cell}": float(num) for cell, num in by_cell.items()}
 
 
 def _trained(table: ClaimTable, update: Update) -> StepTrained:

@@ -83,6 +83,10 @@ class Satellite:
         """The ledger's state changed."""
         self._attention.set()
 
+    def gauges(self) -> dict[str, float]:
+        """What `gyre status` shows."""
+        return {"step": float(self.version)}
+
     async def run(self) -> None:
         """Do what the cell's role asks for, until cancelled."""
         await self._ledger.submit(WorkerStarted(0))

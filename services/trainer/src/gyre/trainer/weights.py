@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from gyre.contracts.errors import TransferError
+from gyre.contracts.errors import ConfigError, TransferError
 from gyre.policy.checkpoint import state_digest
-from gyre.transfer import RegionDescriptor, Transfer
+from gyre.runtime.config import Endpoint
+from gyre.transfer import Address, RegionDescriptor, Transfer, TransferConfig
 from gyre.transfer.tensors import arrays_of, tensors_of
 
 TRAINING = "weights"
@@ -27,6 +29,22 @@ class WeightsTicket:
     version: int
     checksum: str
     transfer: str
+
+
+def open_transfer(owner: str, cells_dir: Path, endpoint: Endpoint) -> Transfer:
+    """This worker's transfer server: files beside the cells' locks, TCP at the deployment's endpoint (host:port)."""
+    host, port = _split(endpoint.listen)
+    advertised, advertised_port = _split(endpoint.address)
+    if port and port != advertised_port:
+        raise ConfigError(f"transfers: {endpoint.listen!r} is announced as {endpoint.address!r}; the ports must agree")
+    return Transfer(TransferConfig(owner, cells_dir / "transfer", Address(host, port), advertised))
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"transfers: {address!r} must be host:port")
+    return host.strip("[]"), int(port)
 
 
 def offer_weights(transfer: Transfer, region: str, version: int, state: Mapping[str, torch.Tensor]) -> WeightsTicket:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.checkpoint import load_decoder
+from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder, check_state
 from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.loss import LossConfig, Targets, policy_loss
@@ -36,6 +37,10 @@ class TorchBackend:
     ) -> TorchBackend:
         """From a Hugging Face directory."""
         return cls(load_decoder(policy, dtype), loss, optimizer)
+
+    @property
+    def policy(self) -> PolicyConfig:
+        return self.decoder.config
 
     def wake(self) -> None:
         """Host memory needs no restoring."""
