@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgpack
 import pytest
-
 from gyre.contracts import codec
 from gyre.contracts.events import BacklogReported, ExecutionStarted, StepSealed
 from gyre.contracts.subjects import DLQ, EXEC, TRAIN, filter_of, subject_of

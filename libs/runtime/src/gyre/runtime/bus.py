@@ -115,9 +115,9 @@ class Bus:
 
     async def close(self) -> None:
         """Flush and disconnect; a connection that is down is simply dropped."""
-        try:
-            await asyncio.wait_for(self.client.drain(), 10)
-        except (TimeoutError, nats.errors.Error):
+        with contextlib.suppress(TimeoutError, nats.errors.Error, OSError):
+            await self.client.flush(timeout=2)
+        with contextlib.suppress(OSError):
             await self.client.close()
 
     # ------------------------------------------------------------ streams
