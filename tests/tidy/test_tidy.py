@@ -36,6 +36,7 @@ PURE: dict[str, tuple[str, ...]] = {
     "services/scheduler": tuple(
         f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
     ),
+    "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("cell", "claims", "step")),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "subprocess"),

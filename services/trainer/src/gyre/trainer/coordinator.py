@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 from gyre.contracts.events import MicroStepRef
 from gyre.policy.config import PolicyConfig
@@ -32,12 +31,11 @@ from gyre.trainer.core import (
     ClaimsObserved,
     DevicesReleased,
     DevicesTaken,
-    LocalEvent,
     StepTrained,
-    TrainerState,
     WorkerStarted,
 )
 from gyre.trainer.elastic import DeviceLock
+from gyre.trainer.ledger import Ledger
 from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights
 from gyre.transfer import Transfer
@@ -47,16 +45,6 @@ log = logging.getLogger(__name__)
 CORE_WORKER = "core"
 LONG_POLL_S = 1.0
 BACKLOG_EVERY_S = 1.0
-
-
-class Ledger(Protocol):
-    """The durable state and the only way to change it: `gyre.runtime.service.Service`, or a fake in tests."""
-
-    state: TrainerState
-
-    async def submit(self, event: LocalEvent) -> None:
-        """Returns once the event and everything it published are durable."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from gyre.contracts.events import BurstOpened, CellRoleAssigned, CellRolloutReleased, GroupCompleted, StepSealed
-from gyre.contracts.subjects import CTL, EXEC, TRAJ
 from gyre.proto.trainer.v1 import service_pb2_grpc as pb_grpc
 from gyre.runtime import process as runtime
-from gyre.runtime.effects import Effect
 from gyre.runtime.rpc import Server
-from gyre.runtime.service import Service, Subscription
+from gyre.runtime.service import Service
 from gyre.trainer.backends.torch import TorchBackend
-from gyre.trainer.config import TrainerConfig, trainer_config
+from gyre.trainer.config import trainer_config
 from gyre.trainer.coordinator import Coordinator
-from gyre.trainer.core import TrainerCore, TrainerState
+from gyre.trainer.core import TrainerState
 from gyre.trainer.elastic import DeviceLock
+from gyre.trainer.ledger import open_ledger
 from gyre.trainer.rpc import SERVICE, CoreClient, TrainerService
 from gyre.trainer.satellite import Satellite
 from gyre.trainer.status import StatusSource
@@ -35,7 +32,7 @@ async def worker(process: runtime.Process) -> None:
     backend = TorchBackend.load(config.policy, config.dtype, config.loss, config.optimizer if config.is_core else None)
     lock = DeviceLock(config.cells_dir, cell)
     with open_transfer(process.name, config.cells_dir, deployment.transfers[cell]) as transfer:
-        service = await _service(process, config, lambda: shell.attend())
+        service = await open_ledger(process, config, lambda: shell.attend())
         parts = (transfer, process.blobs, lock, process.clock)
         coordinator = Coordinator(config, service, backend, backend.policy, *parts) if config.is_core else None
         shell = coordinator or Satellite(config, service, backend, CoreClient(deployment.trainers[0].address), *parts)
@@ -51,23 +48,6 @@ async def worker(process: runtime.Process) -> None:
         finally:
             await server.stop()
             lock.give_back()
-
-
-async def _service(
-    process: runtime.Process, config: TrainerConfig, attend: Callable[[], None]
-) -> Service[TrainerState]:
-    async def perform(effect: Effect, trace: Mapping[str, str]) -> None:
-        attend()
-
-    control = Subscription(CTL, (CellRoleAssigned, BurstOpened))
-    cells = Subscription(EXEC, (CellRolloutReleased,))
-    groups = Subscription(TRAJ, (GroupCompleted,))
-    return Service(
-        name=process.name, run=process.run, core=TrainerCore(config.cell, config.rules), store=process.store(),
-        bus=await process.connect(), blobs=process.blobs, clock=process.clock, perform=perform,
-        subscriptions=(control, cells, groups) if config.is_core else (control, cells),
-        single_writer_subjects=(StepSealed,),
-    )  # fmt: skip
 
 
 async def _stop_when_told(process: runtime.Process, service: Service[TrainerState]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from gyre.proto.common.v1 import status_pb2
 from gyre.runtime.process import Process
-from gyre.trainer.coordinator import Ledger
 from gyre.trainer.elastic import DeviceLock
+from gyre.trainer.ledger import Ledger
 
 
 class StatusSource:
