@@ -36,7 +36,10 @@ PURE: dict[str, tuple[str, ...]] = {
     "services/scheduler": tuple(
         f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
     ),
-    "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("cell", "claims", "step")),
+    "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "step")),
+    "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
+        "admission", "completion", "config", "group", "inspection", "packing", "record", "roles", "state", "targets",
+        "tree")),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "subprocess"),
@@ -46,7 +49,9 @@ IMPURE_IMPORTS = {
 PURE_NEIGHBOURS = ("gyre.contracts", "gyre.runtime.effects", "gyre.runtime.config")
 
 # "path" -> why it may hold a loopback address, a wildcard address or an absolute path.
-ADDRESSES: dict[str, str] = {}
+ADDRESSES: dict[str, str] = {
+    "libs/cli/src/gyre/cli/launcher.py": "the local launcher is the one thing that is about this machine alone",
+}
 ADDRESS = re.compile(r"localhost|127\.0\.0\.1|0\.0\.0\.0|(^|[\s\"'=:])/(tmp|home|root|opt|mnt|data|var|usr)/")
 # Places of the machines the project is developed on; nothing in the tree may name them.
 MACHINE = re.compile(r"/(work|root|opt)/(main|dev|shared|wheels|pypi|\.library|\.pyenv)\b")

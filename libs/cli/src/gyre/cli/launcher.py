@@ -86,21 +86,19 @@ def deploy_locally(run: RunDir, config: RunConfig, allow_unsandboxed: bool, dura
 
 def process_specs(run: RunDir, deployment: Deployment) -> list[ProcessSpec]:
     """Every process of the system, in the order in which they are shown."""
-    def spec(name: str, address: str, program: str, *arguments: str) -> ProcessSpec:
-        files = ("--config", str(run.config), "--deployment", str(run.deployment))
-        module = f"gyre.{program.removeprefix('gyre-')}.main"
-        return ProcessSpec(name, (sys.executable, "-m", module, *arguments[:1], *files, *arguments[1:]), address)
+    files = ("--config", str(run.config), "--deployment", str(run.deployment))
+
+    def spec(name: str, at: Endpoint, service: str, *arguments: str) -> ProcessSpec:
+        return ProcessSpec(name, (sys.executable, "-m", f"gyre.{service}.main", *arguments, *files), at.address)
 
     d = deployment
     return [
-        ProcessSpec("scheduler", (sys.executable, "-m", "gyre.scheduler.main", "--config", str(run.config),
-                                  "--deployment", str(run.deployment)), d.scheduler.address),
-        spec("rollout", d.rollout.address, "gyre-rollout", "serve"),
-        *(spec(f"engine-{i}", e.address, "gyre-rollout", "engine", "--cell", str(i)) for i, e in enumerate(d.engines)),
-        ProcessSpec("trajectory", (sys.executable, "-m", "gyre.trajectory.main", "--config", str(run.config),
-                                   "--deployment", str(run.deployment)), d.trajectory.address),
-        *(spec(f"evaluator-{i}", e.address, "gyre-reward", "evaluator", "--index", str(i)) for i, e in enumerate(d.evaluators)),
-        *(spec(f"trainer-{i}", e.address, "gyre-trainer", "worker", "--cell", str(i)) for i, e in enumerate(d.trainers)),
+        spec("scheduler", d.scheduler, "scheduler"),
+        spec("rollout", d.rollout, "rollout", "serve"),
+        *(spec(f"engine-{i}", at, "rollout", "engine", "--cell", str(i)) for i, at in enumerate(d.engines)),
+        spec("trajectory", d.trajectory, "trajectory"),
+        *(spec(f"evaluator-{i}", at, "reward", "evaluator", "--index", str(i)) for i, at in enumerate(d.evaluators)),
+        *(spec(f"trainer-{i}", at, "trainer", "worker", "--cell", str(i)) for i, at in enumerate(d.trainers)),
     ]
 
 
@@ -138,7 +136,8 @@ class Launcher:
         await self.wait_ready()
 
     async def _spawn(self, spec: ProcessSpec, num_restarts: int = 0) -> None:
-        environment = os.environ | {"GYRE_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = os.environ | {"GYRE_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1",
+                                    "MKL_NUM_THREADS": "1"}
         with (self._run.logs / f"{spec.name}.out").open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *spec.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
@@ -180,7 +179,8 @@ class Launcher:
                     if reply.status == health_pb2.HealthCheckResponse.SERVING:
                         return
                 await asyncio.sleep(0.1)
-        raise GyreError(f"{spec.name} did not become ready in {READY_S:.0f} s; see {self._run.logs / (spec.name + '.out')}")
+        raise GyreError(f"{spec.name} did not become ready in {READY_S:.0f} s; see "
+                        f"{self._run.logs / (spec.name + '.out')}")
 
     async def stop(self) -> None:
         """Stop everything, NATS last; nothing is left behind."""

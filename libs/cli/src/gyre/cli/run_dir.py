@@ -76,7 +76,8 @@ def resolve_paths(config: RunConfig, config_dir: Path) -> RunConfig:
         return tuple(part.replace("{config_dir}", str(config_dir.resolve())) for part in command)
 
     return replace(
-        config, policy=replace(config.policy, checkpoint=absolute(config.policy.checkpoint), build=filled(config.policy.build)),
+        config,
+        policy=replace(config.policy, checkpoint=absolute(config.policy.checkpoint), build=filled(config.policy.build)),
         tasks=replace(config.tasks, root=absolute(config.tasks.root), generate=filled(config.tasks.generate)),
         harness=replace(config.harness, command=filled(config.harness.command)),
         evaluation=replace(config.evaluation, baselines=filled(config.evaluation.baselines)))

@@ -135,7 +135,7 @@ async def _until_stopped(main: Main, process: Process) -> None:
 async def _stop_when_orphaned(stopping: asyncio.Event) -> None:
     """A launcher that was killed cannot stop its processes: they notice and stop by themselves."""
     launcher = os.environ.get("GYRE_LAUNCHER_PID")
-    while launcher is not None and os.getppid() == int(launcher):
+    while launcher is not None and os.getppid() == int(launcher):  # noqa: ASYNC110 (nothing tells of a parent's death)
         await asyncio.sleep(1.0)
     if launcher is not None:
         log.warning("the launcher is gone, stopping")

@@ -34,7 +34,7 @@ from gyre.trainer.core import (
     StepTrained,
     WorkerStarted,
 )
-from gyre.trainer.elastic import DeviceLock
+from gyre.runtime.devices import DeviceLock
 from gyre.trainer.ledger import Ledger
 from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights
@@ -130,8 +130,8 @@ class Coordinator:
         if table is not None:
             await self._ledger.submit(AttemptFailed(table.step, table.attempt))
         await asyncio.to_thread(self._backend.sleep)
-        self._lock.give_back()
         state = self._ledger.state
+        self._lock.give_back(state.cell.epoch)
         await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
 
     # ------------------------------------------------------------ one step

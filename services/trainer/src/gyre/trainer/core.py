@@ -22,7 +22,7 @@ from gyre.contracts.events import (
     WeightsPublished,
 )
 from gyre.runtime.effects import Effect, Publish
-from gyre.trainer.cell import CellState
+from gyre.trainer.elastic import CellState
 from gyre.trainer.step import Membership, MembershipRules, Plan
 
 

@@ -14,7 +14,7 @@ from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.config import trainer_config
 from gyre.trainer.coordinator import Coordinator
 from gyre.trainer.core import TrainerState
-from gyre.trainer.elastic import DeviceLock
+from gyre.runtime.devices import DeviceLock
 from gyre.trainer.ledger import open_ledger
 from gyre.trainer.rpc import SERVICE, CoreClient, TrainerService
 from gyre.trainer.satellite import Satellite
@@ -30,7 +30,7 @@ async def worker(process: runtime.Process) -> None:
     config = trainer_config(process.config, deployment, cell)
     config = replace(config, policy=process.config_dir / config.policy)
     backend = TorchBackend.load(config.policy, config.dtype, config.loss, config.optimizer if config.is_core else None)
-    lock = DeviceLock(config.cells_dir, cell)
+    lock = DeviceLock(config.cells_dir, cell, "trainer")
     with open_transfer(process.name, config.cells_dir, deployment.transfers[cell]) as transfer:
         service = await open_ledger(process, config, lambda: shell.attend())
         parts = (transfer, process.blobs, lock, process.clock)

@@ -25,11 +25,11 @@ from gyre.trainer.compute import compute
 from gyre.trainer.config import DEVICE_POLL_S, READ_TIMEOUT_S, TrainerConfig
 from gyre.trainer.coordinator import Admission
 from gyre.trainer.core import DevicesReleased, DevicesTaken, WorkerStarted
-from gyre.trainer.elastic import DeviceLock
+from gyre.runtime.devices import DeviceLock
 from gyre.trainer.ledger import Ledger
 from gyre.trainer.reduce import gradient_region
 from gyre.trainer.weights import descriptor_text, pull_weights
-from gyre.transfer import Transfer, TransferError
+from gyre.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Satellite:
                 continue
             try:
                 await self._take_part(epoch)
-            except (CoreUnreachable, TransferError, GyreError) as error:
+            except GyreError as error:
                 log.warning("cell %d joins again: %s", self._config.cell, error)
                 await self._clock.sleep(RETRY_S)
 
@@ -169,6 +169,6 @@ class Satellite:
 
     async def _give_devices_back(self) -> None:
         await asyncio.to_thread(self._backend.sleep)
-        self._lock.give_back()
+        self._lock.give_back(self._ledger.state.cell.epoch)
         if self._ledger.state.cell.owes_release:
             await self._ledger.submit(DevicesReleased(self._ledger.state.cell.epoch, self.version))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gyre.proto.common.v1 import status_pb2
 from gyre.runtime.process import Process
-from gyre.trainer.elastic import DeviceLock
+from gyre.runtime.devices import DeviceLock
 from gyre.trainer.ledger import Ledger
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gyre.contracts.errors import ConfigError, TransferError
+from gyre.contracts.errors import ConfigError
 from gyre.policy.checkpoint import state_digest
 from gyre.runtime.config import Endpoint
-from gyre.transfer import Address, RegionDescriptor, Transfer, TransferConfig
+from gyre.transfer import Address, RegionDescriptor, Transfer, TransferConfig, TransferError
 from gyre.transfer.tensors import arrays_of, tensors_of
 
 TRAINING = "weights"
@@ -61,7 +61,7 @@ def offer_weights(transfer: Transfer, region: str, version: int, state: Mapping[
 
 
 async def pull_weights(transfer: Transfer, ticket: WeightsTicket, timeout_s: float) -> dict[str, torch.Tensor]:
-    """Read and verify; raises a `gyre.transfer.TransferError`, or `TransferError` when the digest is another one."""
+    """Read and verify; raises a `TransferError`, also when the digest is another one."""
     state = tensors_of(await transfer.read(descriptor_of(ticket.transfer), timeout_s=timeout_s))
     digest = state_digest(state)
     if digest != ticket.checksum:
