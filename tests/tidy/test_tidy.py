@@ -59,6 +59,7 @@ UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "yaml.load"}
 # "path" -> why it may call one of them.
 UNSAFE: dict[str, str] = {
+    "services/reward/src/gyre/reward/graders/worker.py": "runs graded code, in a forked child inside the sandbox",
     "examples/clinic/grader.py": "grading code means running it; the grader is the process the evaluator shuts away",
     "examples/clinic/harness.py": "the harness runs the visible tests of its own workspace, inside its sandbox",
 }

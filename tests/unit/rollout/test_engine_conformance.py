@@ -37,7 +37,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def make_torch() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0))
 
 
 def make_scripted() -> Engine:

@@ -46,7 +46,7 @@ class Harness:
         self.stub = pb_grpc.EngineServiceStub(self.channel)
 
     def new_cell(self) -> EngineCell:
-        engine = TorchEngine(POLICY, TorchEngineConfig(SchedulerConfig(2048, 512, 8, 8, 4)))
+        engine = TorchEngine(POLICY, TorchEngineConfig(SchedulerConfig(2048, 512, 8, 8, 4), min_interval_s=0.0))
         lock = DeviceLock(self.home / "cells", 0, "engine")
         return EngineCell(engine, lock, PulledWeights(self.reader, 10.0), self._no_wait)
 

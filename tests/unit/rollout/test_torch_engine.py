@@ -44,7 +44,7 @@ def decoder_of(policy: PolicyConfig, seed: int) -> Decoder:
 
 
 async def start(policy: PolicyConfig, scheduler: SchedulerConfig, version: int = 1) -> tuple[TorchEngine, Decoder]:
-    engine = TorchEngine(policy, TorchEngineConfig(scheduler))
+    engine = TorchEngine(policy, TorchEngineConfig(scheduler, min_interval_s=0.0))
     return engine, await load(engine, policy, version)
 
 
