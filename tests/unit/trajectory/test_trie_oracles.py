@@ -230,6 +230,8 @@ def test_a_call_that_ends_at_a_fork_ends_above_it(script: Any) -> None:
     tree = script().call([1, 2], []).call([1, 2, 3], []).call([1, 2, 4], []).call([1], []).tree()
     assert tree.end == (0, 1, 2, 0)
     assert [tree.tokens(n).tolist() for n in range(4)] == [[1, 2], [1, 2, 3], [1, 2, 4], [1]]
+    later = script().call([1, 2, 3, 4], []).call([1, 2], []).call([1, 2, 9], []).tree()
+    assert later.end == (1, 0, 2)
 
 
 def test_versions_within_one_output(script: Any) -> None:
