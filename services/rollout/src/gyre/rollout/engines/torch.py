@@ -34,7 +34,6 @@ from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfi
 
 log = logging.getLogger(__name__)
 
-_THREAD_FROM_PARAMETERS = 4_000_000
 _MAX_TURNS = 64
 _IDLE_TURN_S = 0.0001
 
@@ -46,12 +45,14 @@ class TorchEngineConfig:
     `min_interval_s` is the shortest time between the starts of two iterations. A tiny model is through with a few
     sequences before the next ones arrive, and an iteration costs it much the same with one sequence as with many: the
     wait lets a batch gather and the gRPC server have its turns. Models that take longer anyway are not slowed.
+    From `thread_from_parameters` parameters on the model runs in a thread of its own.
     """
 
     scheduler: SchedulerConfig
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     min_interval_s: float = 0.004
+    thread_from_parameters: int = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class TorchEngine:
 
     def _new_cache(self) -> PagedKV:
         config = self._config
-        if self._thread is None and _num_parameters(self._policy) >= _THREAD_FROM_PARAMETERS:
+        if self._thread is None and _num_parameters(self._policy) >= config.thread_from_parameters:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-model")
         pool = self._scheduler.pool
         return PagedKV(self._policy, pool.num_blocks, pool.block_size, config.dtype, config.device)
