@@ -1,0 +1,243 @@
+"""What a ledger shows: executions, evaluations, steps, cells and waterlevel, each derived by a pure function."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from gyre.cli.ledger import RunLedger, Stamped
+from gyre.contracts import events as e
+
+CellRole = Literal["rollout", "to train", "train", "to rollout"]
+STANDS = ("scored", "placeholder")  # outcomes that vote in a group's statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One execution with all that is known of it; what has not been said yet is None."""
+
+    execution: str
+    group: str
+    dispatched: Stamped[e.GroupDispatched] | None = None
+    spec: e.ExecutionSpec | None = None
+    started: Stamped[e.ExecutionStarted] | None = None
+    terminated: Stamped[e.ExecutionTerminated] | None = None
+    scored: e.ExecutionScored | None = None
+    unscorable: e.ExecutionUnscorable | None = None
+    outcome: e.Outcome | None = None
+
+    @property
+    def task(self) -> str:
+        return self.dispatched.fact.task if self.dispatched else ""
+
+    @property
+    def is_live(self) -> bool:
+        return self.terminated is None
+
+
+def executions(ledger: RunLedger) -> dict[str, Execution]:
+    """Every execution that any fact names, by id."""
+    groups = ledger.all(e.GroupDispatched)
+    specs = {spec.execution: (name, spec) for name, d in groups.items() for spec in d.fact.executions}
+    outcomes = {o.execution: (name, o) for name, c in ledger.all(e.GroupCompleted).items() for o in c.fact.outcomes}
+    started, terminated = ledger.all(e.ExecutionStarted), ledger.all(e.ExecutionTerminated)
+    scored, unscorable = ledger.all(e.ExecutionScored), ledger.all(e.ExecutionUnscorable)
+    said = {name: s.fact.group for kind in (started, terminated, scored, unscorable) for name, s in kind.items()}
+    names = sorted({*specs, *outcomes, *said})
+    found: dict[str, Execution] = {}
+    for name in names:
+        group = specs[name][0] if name in specs else outcomes[name][0] if name in outcomes else said[name]
+        found[name] = Execution(
+            name, group, groups.get(group) if name in specs else None, specs[name][1] if name in specs else None,
+            started.get(name), terminated.get(name), _fact(scored.get(name)), _fact(unscorable.get(name)),
+            outcomes[name][1] if name in outcomes else None)
+    return found
+
+
+def _fact(stamped: Stamped | None) -> object:
+    return None if stamped is None else stamped.fact
+
+
+@dataclass(frozen=True, slots=True)
+class CallCount:
+    """Calls and sampled tokens on record of one execution."""
+
+    num_calls: int = 0
+    num_sampled: int = 0
+
+
+def calls_by_execution(ledger: RunLedger) -> dict[str, CallCount]:
+    """What is on record of each execution."""
+    counts: Counter[str] = Counter()
+    sampled: Counter[str] = Counter()
+    for note in ledger.calls.values():
+        counts[note.execution] += 1
+        sampled[note.execution] += note.num_sampled
+    return {name: CallCount(counts[name], sampled[name]) for name in sorted(counts)}
+
+
+# ---------------------------------------------------------------- held-out evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One held-out evaluation. `rewards`: mean over the executions that vote, by task."""
+
+    label: str
+    rewards: dict[str, float]
+    num_tasks: int
+    num_executions: int
+
+    @property
+    def is_complete(self) -> bool:
+        return 0 < self.num_tasks == len(self.rewards)
+
+
+def evaluation(ledger: RunLedger, label: str) -> Evaluation:
+    """The evaluation `label` (`before`, `after`) as far as it has come; no tasks if there was none."""
+    tasks = {name: d.fact for name, d in ledger.all(e.GroupDispatched).items()
+             if d.fact.purpose == "eval" and d.fact.label == label}
+    rewards: dict[str, float] = {}
+    for name, dispatched in tasks.items():
+        completed = ledger.get(e.GroupCompleted, name)
+        votes = votes_of(completed.fact) if completed else []
+        if votes:
+            rewards[dispatched.task] = sum(votes) / len(votes)
+    num = sum(len(d.executions) for d in tasks.values())
+    return Evaluation(label, dict(sorted(rewards.items())), len(tasks), num)
+
+
+def votes_of(group: e.GroupCompleted) -> list[float]:
+    """Rewards of the executions that vote: scored, and placeholders with 0."""
+    return [o.reward for o in group.outcomes if o.kind in STANDS]
+
+
+# ---------------------------------------------------------------- steps
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One finished step with its groups. `started_ns`: end of the step before, or opening of its burst."""
+
+    finished: e.StepFinished
+    started_ns: int
+    ended_ns: int
+    groups: tuple[e.GroupCompleted, ...]
+    stale_groups: tuple[str, ...]
+
+    @property
+    def outcomes(self) -> Iterator[e.Outcome]:
+        return (o for group in self.groups for o in group.outcomes)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [r for group in self.groups for r in votes_of(group)]
+
+
+def steps(ledger: RunLedger) -> list[Step]:
+    """Finished steps in order."""
+    found = sorted(ledger.all(e.StepFinished).values(), key=lambda s: s.fact.step)
+    opened = [(b.fact.version, b.time_ns) for b in ledger.all(e.BurstOpened).values()]
+    groups = ledger.all(e.GroupCompleted)
+    result: list[Step] = []
+    for stamped in found:
+        step = stamped.fact.step
+        begun = [time for version, time in opened if version <= step and time <= stamped.time_ns]
+        begun += [before.ended_ns for before in result[-1:]]
+        sealed = ledger.get(e.StepSealed, str(step))
+        members = sealed.fact.groups if sealed else ()
+        result.append(Step(stamped.fact, max(begun, default=stamped.time_ns), stamped.time_ns,
+                           tuple(groups[g].fact for g in members if g in groups),
+                           sealed.fact.stale_groups if sealed else ()))
+    return result
+
+
+# ---------------------------------------------------------------- cells
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Cell `cell` had `role` from `start_ns` to `end_ns`; `epoch` is that of the assignment it goes back to."""
+
+    cell: int
+    role: CellRole
+    start_ns: int
+    end_ns: int
+    epoch: int
+
+
+def cell_timelines(ledger: RunLedger) -> dict[int, tuple[Bar, ...]]:
+    """What every cell was, from the opening of the run to its last fact. Confirmations of an older epoch count for
+    nothing; a transition lasts from the assignment to the fact that confirms it."""
+    end = ledger.span_ns[1]
+    marks: dict[int, list[tuple[int, int, int, CellRole]]] = defaultdict(list)  # (epoch, stage, time, role from then)
+    begin = min((o.time_ns for o in ledger.all(e.RunOpened).values()), default=ledger.span_ns[0])
+    for opened in ledger.all(e.RunOpened).values():
+        for cell in range(opened.fact.num_cells):
+            marks[cell].append((-1, 0, begin, "rollout"))
+    for given in ledger.all(e.CellRoleAssigned).values():
+        role: CellRole = "to train" if given.fact.role == "train" else "to rollout"
+        marks[given.fact.cell].append((given.fact.epoch, 0, given.time_ns, role))
+    confirmed = _confirmations(ledger)
+    for (cell, epoch), (time, role) in confirmed.items():
+        marks[cell].append((epoch, 1, time, role))
+    return {cell: _bars(cell, sorted(marks[cell]), end) for cell in sorted(marks)}
+
+
+def _confirmations(ledger: RunLedger) -> dict[tuple[int, int], tuple[int, CellRole]]:
+    """(cell, epoch) -> when the role of that epoch was first confirmed, for epochs that were assigned."""
+    assigned = {(a.fact.cell, a.fact.epoch): a.fact.role for a in ledger.all(e.CellRoleAssigned).values()}
+    said: list[tuple[int, int, int, CellRole]] = []
+    said += [(s.fact.cell, s.fact.epoch, s.time_ns, "train") for s in ledger.all(e.CellTrainJoined).values()]
+    said += [(s.fact.cell, s.fact.epoch, s.time_ns, "rollout") for s in ledger.all(e.CellRolloutReady).values()]
+    found: dict[tuple[int, int], tuple[int, CellRole]] = {}
+    for cell, epoch, time, role in said:
+        if assigned.get((cell, epoch)) == role:
+            found[cell, epoch] = min(found.get((cell, epoch), (time, role)), (time, role))
+    return found
+
+
+def _bars(cell: int, marks: list[tuple[int, int, int, CellRole]], end: int) -> tuple[Bar, ...]:
+    bars: list[Bar] = []
+    at = marks[0][2]
+    for number, (epoch, _, time, role) in enumerate(marks):
+        start = max(at, time)  # clocks of different processes may disagree; a bar never runs backwards
+        after = max(start, marks[number + 1][2] if number + 1 < len(marks) else end)
+        if bars and bars[-1].role == role:
+            bars[-1] = Bar(cell, role, bars[-1].start_ns, after, bars[-1].epoch)
+        elif after > start:
+            bars.append(Bar(cell, role, start, after, max(epoch, 0)))
+        at = start
+    return tuple(bars)
+
+
+def roles_at(timelines: dict[int, tuple[Bar, ...]], time_ns: int) -> dict[int, CellRole]:
+    """Role of every cell at one moment."""
+    return {cell: next((b.role for b in reversed(bars) if b.start_ns <= time_ns), "rollout")
+            for cell, bars in timelines.items()}
+
+
+# ---------------------------------------------------------------- waterlevel
+
+
+def waterlevels(ledger: RunLedger) -> list[tuple[int, int]]:
+    """(time in ns, executions dispatched and not terminated) after every change, in order of time."""
+    changes: Counter[int] = Counter()
+    specs: dict[str, int] = {}
+    for dispatched in ledger.all(e.GroupDispatched).values():
+        for spec in dispatched.fact.executions:
+            specs[spec.execution] = dispatched.time_ns
+            changes[dispatched.time_ns] += 1
+    for name, terminated in ledger.all(e.ExecutionTerminated).items():
+        if name in specs:
+            changes[max(terminated.time_ns, specs[name])] -= 1
+    level, curve = 0, []
+    for time in sorted(changes):
+        level += changes[time]
+        curve.append((time, level))
+    return curve
+
+
+def level_at(curve: list[tuple[int, int]], time_ns: int) -> int:
+    """Waterlevel at one moment."""
+    return next((level for time, level in reversed(curve) if time <= time_ns), 0)
