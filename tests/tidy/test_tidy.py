@@ -33,6 +33,12 @@ LONGER: dict[str, str] = {
 # Every core.py is one without being listed. Paths are relative to the package's src/gyre.
 PURE: dict[str, tuple[str, ...]] = {
     "libs/contracts": ("contracts/digest.py", "contracts/events.py", "contracts/microstep.py", "contracts/subjects.py"),
+    "services/scheduler": tuple(
+        f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
+    ),
+    "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
+        "admission", "completion", "config", "group", "inspection", "packing", "record", "roles", "state", "targets",
+        "tree")),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "subprocess"),
@@ -42,7 +48,9 @@ IMPURE_IMPORTS = {
 PURE_NEIGHBOURS = ("gyre.contracts", "gyre.runtime.effects", "gyre.runtime.config")
 
 # "path" -> why it may hold a loopback address, a wildcard address or an absolute path.
-ADDRESSES: dict[str, str] = {}
+ADDRESSES: dict[str, str] = {
+    "libs/cli/src/gyre/cli/launcher.py": "the local launcher is the one thing that is about this machine alone",
+}
 ADDRESS = re.compile(r"localhost|127\.0\.0\.1|0\.0\.0\.0|(^|[\s\"'=:])/(tmp|home|root|opt|mnt|data|var|usr)/")
 # Places of the machines the project is developed on; nothing in the tree may name them.
 MACHINE = re.compile(r"/(work|root|opt)/(main|dev|shared|wheels|pypi|\.library|\.pyenv)\b")
@@ -50,7 +58,10 @@ MACHINE = re.compile(r"/(work|root|opt)/(main|dev|shared|wheels|pypi|\.library|\
 UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "yaml.load"}
 # "path" -> why it may call one of them.
-UNSAFE: dict[str, str] = {}
+UNSAFE: dict[str, str] = {
+    "examples/clinic/grader.py": "grading code means running it; the grader is the process the evaluator shuts away",
+    "examples/clinic/harness.py": "the harness runs the visible tests of its own workspace, inside its sandbox",
+}
 
 STALE_NAME = re.compile(r"^(?!is_|has_).*(_v\d+|_?legacy|_old|_new|_deprecated|_bak)$", re.IGNORECASE)
 
@@ -120,7 +131,9 @@ def test_every_function_is_annotated() -> None:
         named = [a for a in every if a is not None and a.arg not in ("self", "cls")]
         return function.returns is None or any(a.annotation is None for a in named)
 
-    found = [f"{name_of(p)}:{f.lineno} {f.name}" for p in sources(*OURS) for f in functions(p) if unannotated(f)]
+    # The arguments of a test are fixtures, which say by their name what they give.
+    code = [p for p in sources(*OURS) if not p.name.startswith("test_")]
+    found = [f"{name_of(p)}:{f.lineno} {f.name}" for p in code for f in functions(p) if unannotated(f)]
     assert not found, "\n".join(found)
 
 
@@ -168,13 +181,18 @@ def pure_modules() -> dict[Path, Path]:
     return listed | cores
 
 
+def module_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[parts.index("gyre", parts.index("src")) :])
+
+
 def test_pure_modules_read_nothing_of_the_world() -> None:
     pure = pure_modules()
     gone = [name_of(p) for p in pure if not p.exists()]
     assert not gone, f"listed as pure, but there is no such file: {gone}"
     found = []
     for path, package in pure.items():
-        own = {f"gyre.{'.'.join(p.relative_to(package / 'src/gyre').with_suffix('').parts)}" for p in pure}
+        own = {module_of(p) for p, its_package in pure.items() if its_package == package}
         for module in imports(path):
             is_gyre = module.partition(".")[0] == "gyre"
             near = module in own or module.rpartition(".")[0] in own or module.startswith(PURE_NEIGHBOURS)
@@ -187,6 +205,9 @@ def test_pure_modules_read_nothing_of_the_world() -> None:
 def test_at_most_one_broad_except_per_package(package: Path) -> None:
     def is_broad(node: ast.AST) -> bool:
         if isinstance(node, ast.ExceptHandler):
+            last = node.body[-1]
+            if isinstance(last, ast.Raise) and last.exc is None:
+                return False  # it tidies up and lets the error go on
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             return any(k is None or ast.unparse(k) in ("Exception", "BaseException") for k in kinds)
         suppressed = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")

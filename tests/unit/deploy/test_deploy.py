@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gyre.cli.main import app
 from gyre.contracts.codec import MAX_MESSAGE_BYTES
 from gyre.runtime.config import Deployment, Endpoint, load_deployment
 
@@ -45,6 +46,16 @@ def test_every_command_of_the_compose_file_is_a_command_of_a_package(services: d
     assert {command[0] for command in processes(services).values()} == known
 
 
+def test_what_runs_before_the_processes_fits_them(services: dict[str, dict], deployment: Deployment) -> None:
+    script = services["bootstrap"]["command"][-1]
+    wanted = re.findall(r"^gyre ([a-z]+)", script, re.MULTILINE) + [services["start"]["command"][1]]
+    assert set(wanted) <= {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    assert f"--nats {deployment.nats_url}\n" in script
+    prepared = re.search(r"--out (\S+)", script)
+    assert prepared is not None
+    assert services["scheduler"]["environment"]["GYRE_CONFIG"] == f"/var/lib/gyre/{prepared[1]}"
+
+
 def test_every_address_is_a_service_of_the_compose_file(services: dict[str, dict], deployment: Deployment) -> None:
     endpoints: list[Endpoint] = [getattr(deployment, name) for name in SINGLE]
     endpoints += [endpoint for name in NUMBERED for endpoint in getattr(deployment, name)]
@@ -62,7 +73,7 @@ def test_ports_do_not_collide_inside_a_container(deployment: Deployment) -> None
 
 @pytest.mark.parametrize(
     ("command", "field"),
-    [("gyre-rollout engine", "engines"), ("gyre-trainer worker", "trainers"), ("gyre-reward", "evaluators")],
+    [("gyre-rollout engine", "engines"), ("gyre-trainer worker", "trainers"), ("gyre-reward evaluator", "evaluators")],
 )
 def test_each_numbered_process_runs_once(
     command: str, field: str, services: dict[str, dict], deployment: Deployment

@@ -124,13 +124,13 @@ async def test_a_prefix_of_other_weights_is_never_reused() -> None:
 async def test_a_request_that_lives_through_a_swap_is_rebuilt_under_the_new_weights() -> None:
     engine, old = await start(POLICY, SchedulerConfig(2048, 512, 16, 8, 64, 64, 32))
     prompt = ids_of(90, 5)
-    stream = engine.submit(GenerateRequest("a", prompt, 120))
+    stream = engine.submit(GenerateRequest("a", prompt, 400))
     events = [e for e in await stream.take() if isinstance(e, TokenEvent)]
     new = await load(engine, POLICY, 2)
     events += await collect(stream)
     num_old = sum(e.weights_version == 1 for e in events)
-    assert 0 < num_old < len(events) == 120
-    assert [e.weights_version for e in events] == [1] * num_old + [2] * (120 - num_old)
+    assert 0 < num_old < len(events) == 400
+    assert [e.weights_version for e in events] == [1] * num_old + [2] * (400 - num_old)
     tokens = [e.token_id for e in events]
     before, after = plain_logprobs(old, prompt, tokens), plain_logprobs(new, prompt, tokens)
     want = np.concatenate((before[:num_old], after[num_old:]))

@@ -183,6 +183,7 @@ class EvaluationConfig:
     executions_per_task: int = 1
     at_start: bool = True
     at_end: bool = True
+    baselines: tuple[str, ...] = ()  # command that prints {"do_nothing": x, "random": x, "oracle": x}
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,8 +126,20 @@ async def _until_stopped(main: Main, process: Process) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stopping.set)
     log.info("%s started, pid %d, run %s", process.name, os.getpid(), process.run)
+    orphaned = asyncio.create_task(_stop_when_orphaned(process.stopping))
     await main(process)
+    orphaned.cancel()
     log.info("%s stopped", process.name)
+
+
+async def _stop_when_orphaned(stopping: asyncio.Event) -> None:
+    """A launcher that was killed cannot stop its processes: they notice and stop by themselves."""
+    launcher = os.environ.get("GYRE_LAUNCHER_PID")
+    while launcher is not None and os.getppid() == int(launcher):  # noqa: ASYNC110 (nothing tells of a parent's death)
+        await asyncio.sleep(1.0)
+    if launcher is not None:
+        log.warning("the launcher is gone, stopping")
+        stopping.set()
 
 
 class JsonFormatter(logging.Formatter):

@@ -81,6 +81,7 @@ def fold(state: State, fact: e.Fact) -> State:
             state.steps_finished = fact.version
         case e.WeightsPublished():
             state.published_version = max(state.published_version, fact.version)
+            state.steps_finished = max(state.steps_finished, fact.version)
         case e.CellRoleAssigned() | e.CellRolloutReady() | e.CellTrainJoined():
             _fold_cell(state, fact)
     return state
@@ -128,6 +129,8 @@ def decide(state: State, plan: Plan, schedule: Schedule) -> list[e.Fact]:
         pending = _evaluate(state, plan, AFTER)
         if pending is not None:
             return pending
+    if state.water.level > 0:
+        return []
     reason = f"stopped: {state.stop_reason}" if state.stop_reason else "completed"
     return [e.RunClosed(reason, state.published_version)]
 

@@ -190,6 +190,9 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 class Engine(Protocol):
     """A backend. All methods are called from one event loop."""
 
+    failed: asyncio.Event
+    """Set when the engine cannot go on (its requests have ended with `error`); its process should be restarted."""
+
     def submit(self, request: GenerateRequest) -> EventStream:
         """Queues a request.
 

@@ -75,6 +75,7 @@ class ScriptedEngine:
     """`gyre.rollout.engines.base.Engine` over a `Script`. Starts without weights and with admission closed."""
 
     def __init__(self, script: Script, config: ScriptedConfig, sleep: Sleep = asyncio.sleep) -> None:
+        self.failed = asyncio.Event()
         self._script = script
         self._config = config
         self._sleep = sleep

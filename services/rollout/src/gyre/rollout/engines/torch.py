@@ -7,6 +7,7 @@ takes, and the gRPC server gets its turn after each. Large models run the model 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from gyre.rollout.torch_engine.probe import predictions_agree
 from gyre.rollout.torch_engine.runner import PagedKV, Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
 from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
 
 _THREAD_FROM_PARAMETERS = 4_000_000
 
@@ -56,6 +59,7 @@ class TorchEngine:
     """`gyre.rollout.engines.base.Engine` on plain PyTorch. Starts without weights and with admission closed."""
 
     def __init__(self, policy: PolicyConfig, config: TorchEngineConfig) -> None:
+        self.failed = asyncio.Event()
         self._policy = policy
         self._config = config
         self._scheduler = Scheduler(config.scheduler)
@@ -240,8 +244,10 @@ class TorchEngine:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._failure = f"{type(error).__name__}: {error}"
+            log.error("the engine failed", exc_info=error)
             self._admitting = self._verified = False
             self._end_all(Finish("error", self._failure))
+            self.failed.set()
 
     def _why_closed(self) -> str:
         if self._failure is not None:
