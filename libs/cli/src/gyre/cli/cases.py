@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre.cli.ledger import RunLedger
+from gyre.cli.facts import FactLog
 from gyre.cli.views import Evaluation, Execution, executions
 from gyre.contracts.errors import BrokenBody
 from gyre.contracts.events import BlobRef
@@ -30,14 +30,14 @@ class BeforeAfter:
     after: Execution
 
 
-def median_task(ledger: RunLedger, before: Evaluation, after: Evaluation) -> BeforeAfter | None:
+def median_task(log: FactLog, before: Evaluation, after: Evaluation) -> BeforeAfter | None:
     """The held-out task whose gain is the median of all gains (of equals the first by name); None without both."""
     gains = sorted((after.rewards[t] - before.rewards[t], t) for t in before.rewards if t in after.rewards)
     if not gains:
         return None
     middle = gains[(len(gains) - 1) // 2][0]
     task = min(t for gain, t in gains if gain == middle)
-    rows = executions(ledger).values()
+    rows = executions(log).values()
     chosen = [min((x for x in rows if _is_of(x, task, label)), key=lambda x: x.execution, default=None)
               for label in (before.label, after.label)]
     if chosen[0] is None or chosen[1] is None:
@@ -49,12 +49,12 @@ def _is_of(x: Execution, task: str, label: str) -> bool:
     return x.dispatched is not None and x.dispatched.fact.label == label and x.dispatched.fact.task == task
 
 
-def timed_out(ledger: RunLedger) -> Execution | None:
+def timed_out(log: FactLog) -> Execution | None:
     """The last training execution that a limit ended and whose targets were trained; else the last that it ended.
 
     Of those, one with a reward is preferred: its workspace was worth scoring.
     """
-    found = [x for x in executions(ledger).values() if x.terminated and x.terminated.fact.ending == "timed_out"
+    found = [x for x in executions(log).values() if x.terminated and x.terminated.fact.ending == "timed_out"
              and x.terminated.fact.purpose == "train"]
     return max(found, key=_worth, default=None)
 

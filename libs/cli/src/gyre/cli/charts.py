@@ -81,6 +81,12 @@ def seconds(value: float) -> str:
     return f"{value / 60:.4g} min" if value < 7200 else f"{value / 3600:.4g} h"
 
 
+def duration(value: float) -> str:
+    """A length of time in running text, to three digits."""
+    unit, name = (1, "s") if value < 120 else (60, "min") if value < 7200 else (3600, "h")
+    return f"{value / unit:.3g}\u00a0{name}"
+
+
 def time_axis(low: float, high: float) -> Axis:
     """An axis of seconds whose ticks are whole seconds, minutes or hours."""
     unit = 1.0 if high < 120 else 60.0 if high < 7200 else 3600.0

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gyre.cli.ledger import RunLedger
+from gyre.cli.facts import FactLog
 from gyre.cli.views import Execution, calls_by_execution, executions, steps
 from gyre.contracts import events as e
 
@@ -26,8 +26,20 @@ class Check:
     problems: tuple[str, ...] = ()
 
     @property
-    def holds(self) -> bool:
+    def ok(self) -> bool:
         return not self.problems and self.total == sum(self.parts.values())
+
+    @property
+    def sum_text(self) -> str:
+        """The parts that are not zero, as a sum."""
+        shown = [(name, num) for name, num in self.parts.items() if num] or list(self.parts.items())[:1]
+        return " + ".join(f"{num:,} {name}" for name, num in shown)
+
+    @property
+    def text(self) -> str:
+        """One line for the terminal."""
+        what = "" if self.ok else f": {'; '.join(self.problems) or 'the parts do not add up'}"
+        return f"{self.total:,} {self.name} = {self.sum_text}{what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +58,11 @@ class Targets:
         return {"trained": self.num_trained, **dropped, "waiting": self.num_waiting}
 
 
-def check_all(ledger: RunLedger) -> tuple[Check, ...]:
+def check_all(log: FactLog) -> tuple[Check, ...]:
     """Every check of a run, in the order of a token's journey."""
-    rows = executions(ledger)
-    return (_executions(rows), _verdicts(rows), _calls(ledger, rows), _sampled(ledger, rows), _targets(ledger),
-            _steps(ledger), _trained_once(ledger), _groups(ledger), _messages(ledger))
+    rows = executions(log)
+    return (_executions(rows), _verdicts(rows), _calls(log, rows), _sampled(log, rows), _targets(log),
+            _steps(log), _trained_once(log), _groups(log), _messages(log))
 
 
 def _named(found: Iterable[str]) -> tuple[str, ...]:
@@ -97,26 +109,26 @@ def _verdict(x: Execution) -> str:
     return "unscorable" if x.unscorable else "not yet"
 
 
-def _calls(ledger: RunLedger, rows: dict[str, Execution]) -> Check:
+def _calls(log: FactLog, rows: dict[str, Execution]) -> Check:
     """Calls answered to harnesses that ended = calls on record, each index once."""
-    recorded = calls_by_execution(ledger)
+    recorded = calls_by_execution(log)
     made = {name: x.terminated.fact.num_calls for name, x in rows.items() if x.terminated}
     problems = [f"{name}: {num} made, {recorded[name].num_calls if name in recorded else 0} recorded"
                 for name, num in made.items() if (recorded[name].num_calls if name in recorded else 0) != num]
     problems += [f"{name}: recorded, but nobody ran it" for name in recorded if name not in rows]
-    problems += [f"{name} has two calls of one index" for name in _repeated_indices(ledger)]
+    problems += [f"{name} has two calls of one index" for name in _repeated_indices(log)]
     on_record = sum(count.num_calls for name, count in recorded.items() if name in made)
     return Check("calls made", sum(made.values()), {"recorded": on_record}, _named(problems))
 
 
-def _repeated_indices(ledger: RunLedger) -> set[str]:
-    seen: Counter[tuple[str, int]] = Counter((c.execution, c.index) for c in ledger.calls.values())
+def _repeated_indices(log: FactLog) -> set[str]:
+    seen: Counter[tuple[str, int]] = Counter((c.execution, c.index) for c in log.calls.values())
     return {execution for (execution, _), num in seen.items() if num > 1}
 
 
-def _sampled(ledger: RunLedger, rows: dict[str, Execution]) -> Check:
+def _sampled(log: FactLog, rows: dict[str, Execution]) -> Check:
     """Tokens sampled, by the call records, = tokens that reached a tree; refused executions apart."""
-    recorded = calls_by_execution(ledger)
+    recorded = calls_by_execution(log)
     parts = {"in trees": 0, "of unscorable executions": 0, "of executions not accounted for yet": 0}
     problems: list[str] = []
     for name, count in recorded.items():
@@ -132,13 +144,13 @@ def _sampled(ledger: RunLedger, rows: dict[str, Execution]) -> Check:
     return Check("tokens sampled", sum(c.num_sampled for c in recorded.values()), parts, _named(problems))
 
 
-def targets(ledger: RunLedger) -> Targets:
+def targets(log: FactLog) -> Targets:
     """Where every target of the completed training groups went. What a step did not use is dropped there: of stale
     groups, and of a step whose gradient was not finite."""
-    fate = _fates(ledger)
+    fate = _fates(log)
     drops: Counter[str] = Counter()
     num_sampled = num_targets = num_trained = num_waiting = 0
-    for name, completed in ledger.all(e.GroupCompleted).items():
+    for name, completed in log.all(e.GroupCompleted).items():
         if completed.fact.purpose != "train":
             continue
         for outcome in completed.fact.outcomes:
@@ -153,21 +165,21 @@ def targets(ledger: RunLedger) -> Targets:
     return Targets(num_sampled, num_targets, num_trained, dict(drops), num_waiting)
 
 
-def _fates(ledger: RunLedger) -> dict[str, str]:
+def _fates(log: FactLog) -> dict[str, str]:
     """Group -> what became of its micro-steps, for groups of finished steps."""
     fates: dict[str, str] = {}
-    for step in steps(ledger):
+    for step in steps(log):
         used = "update skipped" if step.finished.metrics.get("not_finite") else "trained"
         fates |= {group.group: used for group in step.groups}
         fates |= dict.fromkeys(step.stale_groups, "stale")
     return fates
 
 
-def _targets(ledger: RunLedger) -> Check:
+def _targets(log: FactLog) -> Check:
     """targets sampled = trained + dropped, by reason + waiting; per execution, too."""
-    found = targets(ledger)
+    found = targets(log)
     problems: list[str] = []
-    for completed in ledger.all(e.GroupCompleted).values():
+    for completed in log.all(e.GroupCompleted).values():
         for o in completed.fact.outcomes:
             dropped = sum(num for reason, num in o.drops.items() if reason != NOT_TARGETS)
             if o.num_targets != o.num_trained_targets + dropped:
@@ -176,11 +188,11 @@ def _targets(ledger: RunLedger) -> Check:
     return Check("targets sampled for training", found.num_targets, found.parts, _named(problems))
 
 
-def _steps(ledger: RunLedger) -> Check:
+def _steps(log: FactLog) -> Check:
     """Targets the trainer says it trained = targets of the micro-steps of the groups that joined."""
     problems: list[str] = []
     said = admitted = 0
-    for step in steps(ledger):
+    for step in steps(log):
         members = [g for g in step.groups if g.group not in step.stale_groups]
         expected = sum(ref.num_targets for g in members for ref in g.micro_steps)
         trained = step.finished.num_targets
@@ -190,22 +202,22 @@ def _steps(ledger: RunLedger) -> Check:
     return Check("targets trained, by the trainer", said, {"admitted into finished steps": admitted}, _named(problems))
 
 
-def _trained_once(ledger: RunLedger) -> Check:
+def _trained_once(log: FactLog) -> Check:
     """No execution in two steps, no micro-step in two seals."""
-    in_steps = Counter(x for s in ledger.all(e.StepFinished).values() for x in s.fact.executions)
-    in_seals = Counter(m for s in ledger.all(e.StepSealed).values() for m in s.fact.micro_steps)
+    in_steps = Counter(x for s in log.all(e.StepFinished).values() for x in s.fact.executions)
+    in_seals = Counter(m for s in log.all(e.StepSealed).values() for m in s.fact.micro_steps)
     problems = [f"{name} counts {num} times" for counts in (in_steps, in_seals) for name, num in counts.items()
                 if num > 1]
     return Check("executions in finished steps", sum(in_steps.values()), {"each once": len(in_steps)},
                  _named(problems))
 
 
-def _groups(ledger: RunLedger) -> Check:
+def _groups(log: FactLog) -> Check:
     """training groups dispatched = in a finished step + sealed + complete + open."""
-    dispatched = {n for n, d in ledger.all(e.GroupDispatched).items() if d.fact.purpose == "train"}
-    sealed = Counter(g for s in ledger.all(e.StepSealed).values() for g in s.fact.groups)
-    completed = {n for n, c in ledger.all(e.GroupCompleted).items() if c.fact.purpose == "train"}
-    finished = {g for step, s in ledger.all(e.StepSealed).items() if ledger.get(e.StepFinished, step)
+    dispatched = {n for n, d in log.all(e.GroupDispatched).items() if d.fact.purpose == "train"}
+    sealed = Counter(g for s in log.all(e.StepSealed).values() for g in s.fact.groups)
+    completed = {n for n, c in log.all(e.GroupCompleted).items() if c.fact.purpose == "train"}
+    finished = {g for step, s in log.all(e.StepSealed).items() if log.get(e.StepFinished, step)
                 for g in s.fact.groups}
     problems = [f"{name} is in {num} steps" for name, num in sealed.items() if num > 1]
     problems += [f"{name} is sealed into a step and not complete" for name in sealed if name not in completed]
@@ -215,10 +227,10 @@ def _groups(ledger: RunLedger) -> Check:
     return Check("training groups dispatched", len(dispatched), parts, _named(problems))
 
 
-def _messages(ledger: RunLedger) -> Check:
+def _messages(log: FactLog) -> Check:
     """No dead letter, nothing unreadable, nothing said twice with different contents."""
-    dead = [f"{name}: {d.fact.reason}" for name, d in ledger.all(e.DeadLettered).items()]
-    problems = [*dead, *(f"{name}: {why}" for name, why in ledger.unreadable.items()),
-                *(f"{name} was said twice with different contents" for name in ledger.conflicts)]
-    num = sum(len(found) for found in ledger.facts.values()) + len(ledger.calls)
+    dead = [f"{name}: {d.fact.reason}" for name, d in log.all(e.DeadLettered).items()]
+    problems = [*dead, *(f"{name}: {why}" for name, why in log.unreadable.items()),
+                *(f"{name} was said twice with different contents" for name in log.conflicts)]
+    num = sum(len(found) for found in log.facts.values()) + len(log.calls)
     return Check("facts read", num, {"understood": num}, _named(problems))

@@ -20,7 +20,7 @@ def join(parts: Iterable[Content]) -> Html:
     return Html("".join(part if isinstance(part, Html) else escape(str(part)) for part in parts if part is not None))
 
 
-def el(name: str, *content: Content, **attributes: Content) -> Html:
+def el(name: str, /, *content: Content, **attributes: Content) -> Html:
     """An element. `cls` is `class`; a trailing underscore is dropped, others become dashes; None leaves one out."""
     pairs = "".join(f' {_attribute(key)}="{escape(str(value))}"' for key, value in attributes.items()
                     if value is not None)

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
-from gyre.cli.ledger import RunLedger
-from gyre.cli.views import Step, cell_timelines, evaluation, executions, level_at, roles_at, steps, waterlevels
+from gyre.cli.facts import FactLog
+from gyre.cli.views import Step, cell_timelines, evaluation, level_at, roles_at, steps, waterlevels
+from gyre.contracts.events import ExecutionTerminated, StepFinished
 
 MOVING_STEPS = 10
 _T_975 = (12.706, 4.303, 3.182, 2.776)  # Student's t for 1 to 4 degrees of freedom
@@ -26,6 +28,10 @@ class Estimate:
     @property
     def half_width(self) -> float:
         return (self.high - self.low) / 2
+
+    def text(self) -> str:
+        """Mean and half width, e.g. `0.412 ± 0.031`."""
+        return f"{self.mean:.3f} ± {self.half_width:.3f}" if self.half_width > 0 else f"{self.mean:.3f}"
 
 
 def t_975(degrees: int) -> float:
@@ -53,14 +59,19 @@ def estimate(values: Iterable[float]) -> Estimate | None:
     return Estimate(mean, mean - half, mean + half, num)
 
 
-def exact(value: float, num: int = 0) -> Estimate:
-    """A value that is known, not estimated."""
-    return Estimate(value, value, value, num)
-
-
 def paired_gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate | None:
     """Mean of the differences over the tasks that both have, with the interval of the paired difference."""
     return estimate(after[task] - before[task] for task in before if task in after)
+
+
+def estimate_of(log: FactLog, label: str) -> Estimate | None:
+    """Mean held-out reward of the evaluation `label` over its tasks; None if there was none."""
+    return estimate(evaluation(log, label).rewards.values())
+
+
+def gain_of(log: FactLog) -> Estimate | None:
+    """Held-out gain of training: the paired difference of `after` and `before`."""
+    return paired_gain(evaluation(log, "before").rewards, evaluation(log, "after").rewards)
 
 
 def moving_mean(values: Sequence[float], width: int = MOVING_STEPS) -> list[float]:
@@ -73,20 +84,10 @@ def moving_mean(values: Sequence[float], width: int = MOVING_STEPS) -> list[floa
 
 
 @dataclass(frozen=True, slots=True)
-class Baselines:
-    """Held-out rewards that no training gives: leaving the workspace alone, acting at random, the solution."""
-
-    do_nothing: Estimate | None = None
-    random: Estimate | None = None
-    oracle: Estimate | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepLine:
     """One finished step. `start`: held-out reward before training; `roles`: R, T, or > while in transition."""
 
     step: int
-    num_steps: int
     version: int
     updated: bool
     reward: float
@@ -109,13 +110,13 @@ class StepLine:
     metrics: dict[str, float] = field(default_factory=dict)
     micro_steps_by_cell: dict[str, int] = field(default_factory=dict)
 
-    def text(self) -> str:
-        """The line for the terminal."""
-        width = len(str(max(self.num_steps, self.step + 1)))
+    def text(self, num_steps: int) -> str:
+        """The line for the terminal; the run has `num_steps` steps."""
+        width = len(str(max(num_steps, self.step + 1)))
         beside = " ".join(f"{name} {value:.3f}" for name, value in
                           (("start", self.start), ("nothing", self.do_nothing), ("oracle", self.oracle))
                           if not math.isnan(value))
-        parts = [f"step {self.step + 1:>{width}}/{self.num_steps}", f"reward {self.reward:.3f}",
+        parts = [f"step {self.step + 1:>{width}}/{num_steps}", f"reward {self.reward:.3f}",
                  f"mean {self.moving_reward:.3f}" + (f" ({beside})" if beside else ""),
                  f"{self.num_executions} executions", f"{self.num_timeouts_scored:>2} timeouts scored",
                  f"w {self.waterlevel}", f"cells {' '.join(self.roles)}", f"errors {self.num_harness_errors}",
@@ -135,19 +136,23 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def step_lines(ledger: RunLedger, num_steps: int, baselines: Baselines | None = None) -> list[StepLine]:
-    """The lines of all finished steps, in order. A run in progress asks again and prints what is new."""
-    found = steps(ledger)
+def step_lines(log: FactLog, baselines: Mapping[str, float], first: int = 0) -> list[StepLine]:
+    """The lines of the finished steps from the one at place `first` on, in order, up to the first of which not every
+    fact has been read yet: the streams of a run are read side by side.
+
+    `baselines`: `do_nothing` and `oracle` on the held-out tasks, if known.
+    """
+    if len(log.facts.get(StepFinished, {})) <= first:
+        return []
+    found = list(takewhile(lambda step: step.is_whole, steps(log)))
     rewards = [mean_reward(step) for step in found]
-    moving = moving_mean(rewards)
-    start = estimate(evaluation(ledger, "before").rewards.values())
-    beside = baselines or Baselines()
-    errors = {name: x.terminated.fact.num_harness_errors for name, x in executions(ledger).items() if x.terminated}
-    timelines, curve = cell_timelines(ledger), waterlevels(ledger)
-    return [_line(step, num_steps, reward, smooth, (start, beside.do_nothing, beside.oracle), errors,
-                  level_at(curve, step.ended_ns),
-                  tuple(_LETTERS[role] for role in roles_at(timelines, step.ended_ns).values()))
-            for step, reward, smooth in zip(found, rewards, moving, strict=True)]
+    start = estimate_of(log, "before")
+    beside = (math.nan if start is None else start.mean, baselines.get("do_nothing", math.nan),
+              baselines.get("oracle", math.nan))
+    timelines, curve = cell_timelines(log), waterlevels(log)
+    return [_line(log, step, (reward, smooth), beside, level_at(curve, step.ended_s),
+                  tuple(_LETTERS[role] for role in roles_at(timelines, step.ended_s).values()))
+            for step, reward, smooth in list(zip(found, rewards, moving_mean(rewards), strict=True))[first:]]
 
 
 def mean_reward(step: Step) -> float:
@@ -156,15 +161,15 @@ def mean_reward(step: Step) -> float:
     return math.fsum(rewards) / len(rewards) if rewards else math.nan
 
 
-def _line(step: Step, num_steps: int, reward: float, smooth: float, beside: tuple[Estimate | None, ...],
-          errors: Mapping[str, int], level: int, roles: tuple[str, ...]) -> StepLine:
+def _line(log: FactLog, step: Step, reward: tuple[float, float], beside: tuple[float, float, float], level: int,
+          roles: tuple[str, ...]) -> StepLine:
     outcomes, fact = list(step.outcomes), step.finished
-    start, do_nothing, oracle = (math.nan if b is None else b.mean for b in beside)
+    ended = [t.fact for t in (log.get(ExecutionTerminated, o.execution) for o in outcomes) if t is not None]
     return StepLine(
-        step=fact.step, num_steps=num_steps, version=fact.version, updated=fact.updated, reward=reward,
-        moving_reward=smooth, start=start, do_nothing=do_nothing, oracle=oracle, num_executions=len(outcomes),
+        step=fact.step, version=fact.version, updated=fact.updated, reward=reward[0], moving_reward=reward[1],
+        start=beside[0], do_nothing=beside[1], oracle=beside[2], num_executions=len(outcomes),
         num_timeouts_scored=sum(o.ending == "timed_out" and o.kind == "scored" for o in outcomes),
-        num_harness_errors=sum(errors.get(o.execution, 0) for o in outcomes), waterlevel=level, roles=roles,
-        seconds=(step.ended_ns - step.started_ns) / 1e9, loss=fact.loss, grad_norm=fact.grad_norm,
+        num_harness_errors=sum(t.num_harness_errors for t in ended), waterlevel=level, roles=roles,
+        seconds=step.ended_s - step.started_s, loss=fact.loss, grad_norm=fact.grad_norm,
         learning_rate=fact.learning_rate, num_targets=fact.num_targets, num_tokens=fact.num_tokens,
-        time_s=step.ended_ns / 1e9, metrics=dict(fact.metrics), micro_steps_by_cell=dict(fact.micro_steps_by_cell))
+        time_s=step.ended_s, metrics=dict(fact.metrics), micro_steps_by_cell=dict(fact.micro_steps_by_cell))

@@ -6,29 +6,32 @@ No script, no external asset; light and dark; every text from a run is escaped. 
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from gyre.cli.cases import median_task, timed_out
-from gyre.cli.charts import Axis, Interval, Rule, Series, Span, axis, curves, intervals, seconds, short, stack, timeline
-from gyre.cli.conservation import Check, check_all, targets
+from gyre.cli.charts import Axis, Interval, Rule, Series, Span, axis, curves, duration, intervals, short, stack, timeline
+from gyre.cli.conservation import Check
 from gyre.cli.ledger import RunLedger
 from gyre.cli.markup import Html, el, join, table
-from gyre.cli.metrics import Baselines, Estimate, estimate, mean_reward, moving_mean, paired_gain
+from gyre.cli.metrics import Estimate, estimate, mean_reward, moving_mean, paired_gain
 from gyre.cli.report_cases import Sources, held_out_case, timed_out_case
-from gyre.cli.views import Evaluation, cell_timelines, evaluation, executions, steps, waterlevels
+from gyre.cli.views import Evaluation, cell_timelines, waterlevels
 from gyre.contracts import events as e
-from gyre.runtime.blobs import BlobStore
+from gyre.runtime.config import RunConfig
+from gyre.runtime.settings import to_toml
 
-MEANING = ("A policy of 0.1M parameters on a CPU can prove that the machinery is right - every token trained at most "
-           "once, in exactly the context it was sampled in, by updates that raise the reward on tasks never trained "
-           "on - and proves nothing about speed on accelerators, about large models, or about harder tasks than these.")
+PROVES = ("A policy of 0.1M parameters on a CPU can prove that every part works together – every token trained at most "
+          "once, in exactly the context it was sampled in, by updates that raise the reward on tasks never trained on "
+          "– and proves nothing about how well or how fast a large model learns.")
+NBSP = "\u00a0"
 _TONES = {"rollout": "roll", "train": "train", "to train": "move", "to rollout": "move"}
 _MULTIPLES = (
-    ("loss", "Loss", "", lambda s: s.loss), ("grad_norm", "Gradient norm", "before clipping", lambda s: s.grad_norm),
+    ("loss", "Loss", "surrogate, mean over executions", lambda s: s.loss),
+    ("grad_norm", "Gradient norm", "before clipping", lambda s: s.grad_norm),
     ("clipped", "Clip share", "of targets", None),
     ("abs_dlogp", "Engine against trainer", "mean |difference of log-prob|, nats", None),
     ("kl_k3", "KL, engine to trainer", "k3 estimate, nats", None), ("entropy", "Entropy", "nats per target", None))
@@ -36,22 +39,19 @@ _MULTIPLES = (
 
 @dataclass(frozen=True, slots=True)
 class ReportContext:
-    """What a report shows beside the facts. What is absent is left out of the report.
+    """What a report shows beside the facts; what is absent is left out.
 
-    `control`: held-out rewards by task of the same run with learning rate 0. `manifest`: what ran, on what.
-    `command`: the exact command to run it again. `blobs`, `tasks_root`, `tokenizer_dir`: where the single executions
-    that are shown are read from.
+    `run_dir`: the run's directory, for its manifest and blobs. `baselines`: held-out rewards `do_nothing`, `random`,
+    `oracle`. `control`: held-out reward of the same run with learning rate 0, `control_rewards` the same by task, for
+    the paired difference. `proves`: one sentence on what the run proves and what it does not.
     """
 
-    title: str
-    baselines: Baselines = field(default_factory=Baselines)
-    control: Mapping[str, float] = field(default_factory=dict)
-    manifest: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
-    blobs: BlobStore | None = None
-    tasks_root: Path | None = None
-    tokenizer_dir: Path | None = None
-    meaning: str = MEANING
+    run_dir: Path
+    config: RunConfig
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    control: Estimate | None = None
+    control_rewards: Mapping[str, float] = field(default_factory=dict)
+    proves: str = PROVES
 
 
 def write_report(ledger: RunLedger, context: ReportContext, path: Path) -> None:
@@ -63,9 +63,9 @@ def write_report(ledger: RunLedger, context: ReportContext, path: Path) -> None:
 
 def render_report(ledger: RunLedger, context: ReportContext) -> str:
     """The page as text. The same ledger and context give the same bytes."""
-    before, after = evaluation(ledger, "before"), evaluation(ledger, "after")
-    checks = check_all(ledger)
-    sources = Sources.open(context.blobs, context.tasks_root, context.tokenizer_dir)
+    before, after = ledger.evaluation("before"), ledger.evaluation("after")
+    checks = ledger.checks()
+    sources = Sources.open(context.run_dir, context.config)
     parts = [
         _head(ledger, context, before, after, checks), _held_out(context, before, after),
         _learning(ledger, context, before), held_out_case(median_task(ledger, before, after), sources),
@@ -73,9 +73,9 @@ def render_report(ledger: RunLedger, context: ReportContext) -> str:
         _optimisation(ledger), _again(context),
     ]
     style = resources.files("gyre.cli").joinpath("report.css").read_text(encoding="utf-8")
-    head = join((Html('<meta charset="utf-8"/>'),
+    head = join((el("meta", charset="utf-8"),
                  el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-                 el("title", f"{context.title} · OpenGyre run report"), el("style", Html(style))))
+                 el("title", f"{context.config.name} · OpenGyre run report"), el("style", Html(style))))
     page = el("html", el("head", head), el("body", el("main", *parts)), lang="en")
     return f"<!doctype html>\n{page}\n"
 
@@ -85,21 +85,20 @@ def render_report(ledger: RunLedger, context: ReportContext) -> str:
 
 def _head(ledger: RunLedger, context: ReportContext, before: Evaluation, after: Evaluation,
           checks: tuple[Check, ...]) -> Html:
-    begin, end = ledger.span_ns
-    rows = executions(ledger)
-    trained = [x for x in rows.values() if x.dispatched and x.dispatched.fact.purpose == "train"]
+    begin, end = ledger.span_s
+    trained = [x for x in ledger.executions.values() if x.dispatched and x.dispatched.fact.purpose == "train"]
     limited = sum(1 for x in trained if x.terminated and x.terminated.fact.ending == "timed_out")
-    held = sum(check.holds for check in checks)
-    figures = [(str(len(steps(ledger))), "steps"), (f"{len(trained):,}", "training executions"),
+    held = sum(check.ok for check in checks)
+    figures = [(str(len(ledger.steps)), "steps"), (f"{len(trained):,}", "training executions"),
                (f"{limited:,}", "of them ended by a limit, and scored"), (f"{len(ledger.calls):,}", "model calls"),
-               (seconds(float(f"{(end - begin) / 1e9:.3g}")), "from first fact to last"),
+               (duration(end - begin), "from first fact to last"),
                (f"{held} of {len(checks)}", "checks of the books hold")]
     closed = [c.fact.reason for c in ledger.all(e.RunClosed).values()]
     state = closed[-1] if closed else "in progress"
-    return join((el("p", f"OpenGyre run {ledger.run} · {state}", cls="kicker"), el("h1", context.title),
+    return join((el("p", f"OpenGyre run {context.run_dir.name} · {state}", cls="kicker"), el("h1", context.config.name),
                  el("p", _verdict(before, after), cls="lead"),
                  el("div", *[el("div", el("b", value), el("span", name)) for value, name in figures], cls="facts"),
-                 el("p", context.meaning, cls="mut")))
+                 el("p", context.proves, cls="mut")))
 
 
 def _verdict(before: Evaluation, after: Evaluation) -> str:
@@ -118,26 +117,27 @@ def _verdict(before: Evaluation, after: Evaluation) -> str:
 def _range(value: Estimate) -> str:
     if not math.isfinite(value.low):
         return "no interval from one value"
-    return f"95 % CI {value.low:.3f} to {value.high:.3f}"
+    return f"95{NBSP}% CI {value.low:.3f} to {value.high:.3f}"
 
 
 def _held_out(context: ReportContext, before: Evaluation, after: Evaluation) -> Html:
-    named = [("do nothing", context.baselines.do_nothing, "c3"), ("random actions", context.baselines.random, "c3"),
+    known = {name: Estimate(value, value, value, 0) for name, value in context.baselines.items()}
+    named = [("do nothing", known.get("do_nothing"), "c3"), ("random actions", known.get("random"), "c3"),
              ("before training", estimate(before.rewards.values()), "c1"),
-             ("learning rate 0", estimate(context.control.values()), "c3"),
-             ("after training", estimate(after.rewards.values()), "c2"), ("oracle", context.baselines.oracle, "c3")]
+             ("learning rate 0", estimate(context.control_rewards.values()) or context.control, "c3"),
+             ("after training", estimate(after.rewards.values()), "c2"), ("oracle", known.get("oracle"), "c3")]
     rows = [Interval(name, v.mean, v.low, v.high, _value(v), tone) for name, v, tone in named if v is not None]
     if not rows:
         return Html("")
     across = axis(0, max(1.0, *(r.mean for r in rows)), 5)
-    gains = [("after - before", paired_gain(before.rewards, after.rewards)),
-             ("after - learning rate 0", paired_gain(context.control, after.rewards)),
-             ("learning rate 0 - before", paired_gain(before.rewards, context.control))]
+    gains = [("after − before", paired_gain(before.rewards, after.rewards)),
+             ("after − learning rate 0", paired_gain(context.control_rewards, after.rewards)),
+             ("learning rate 0 − before", paired_gain(before.rewards, context.control_rewards))]
     lines = [(name, f"{g.mean:+.3f}", _range(g), g.num) for name, g in gains if g is not None]
     differences = table(("difference on the same tasks", "mean", "", "tasks"), lines, frozenset({1, 3}))
     return join((el("h2", "Held-out tasks"),
-                 el("p", "Tasks that are never trained on, run with the same seeds before and after. Bars are 95 % "
-                         "confidence intervals over tasks (Student's t); differences are paired by task."),
+                 el("p", "Tasks that are never trained on, run with the same seeds before and after. Bars are "
+                         f"95{NBSP}% confidence intervals over tasks (Student's t); differences are paired by task."),
                  intervals("Mean reward", rows, across), differences if lines else None))
 
 
@@ -149,19 +149,19 @@ def _value(value: Estimate) -> str:
 
 
 def _learning(ledger: RunLedger, context: ReportContext, before: Evaluation) -> Html:
-    found = steps(ledger)
+    found = ledger.steps
     if not found:
         return join((el("h2", "Reward while training"), el("p", "No step has finished.")))
     rewards = [mean_reward(step) for step in found]
     numbers = [step.finished.step + 1 for step in found]
     start = estimate(before.rewards.values())
     rules = [Rule("held-out before", start.mean)] if start else []
-    rules += [Rule("oracle", context.baselines.oracle.mean)] if context.baselines.oracle else []
+    rules += [Rule("oracle", context.baselines["oracle"])] if "oracle" in context.baselines else []
     series = (Series("step", tuple(zip(numbers, rewards, strict=True)), "soft", "dots"),
               Series("mean of the last 10", tuple(zip(numbers, moving_mean(rewards), strict=True)), "c1"))
     top = max([1.0, *(r for r in rewards if math.isfinite(r))])
     return join((el("h2", "Reward while training"),
-                 curves("Mean reward of a step's executions", series, x_name="step", rules=rules, y=axis(0, top),
+                 curves("Mean reward of a step's executions", series, x_name="step", rules=rules, y=axis(0, top, 5),
                         height=230)))
 
 
@@ -169,31 +169,26 @@ def _learning(ledger: RunLedger, context: ReportContext, before: Evaluation) -> 
 
 
 def _balance(checks: tuple[Check, ...]) -> Html:
-    rows = [(c.name, f"{c.total:,}", _parts(c), el("span", "holds", cls="ok") if c.holds else
+    rows = [(c.name, f"{c.total:,}", c.sum_text, el("span", "holds", cls="ok") if c.ok else
              el("span", "does not hold", cls="bad")) for c in checks]
     problems = [el("p", el("b", f"{c.name}: "), "; ".join(c.problems) or "the parts do not add up", cls="bad")
-                for c in checks if not c.holds]
+                for c in checks if not c.ok]
     return join((el("h2", "Do the books balance?"),
                  el("p", "Each total, counted where it arose, against its parts, counted where they ended."),
                  table(("total", "", "is the sum of", ""), rows, frozenset({1})), *problems))
-
-
-def _parts(check: Check) -> str:
-    shown = [(name, num) for name, num in check.parts.items() if num] or list(check.parts.items())[:1]
-    return " + ".join(f"{num:,} {name}" for name, num in shown)
 
 
 def _cells(ledger: RunLedger) -> Html:
     timelines = cell_timelines(ledger)
     if not timelines:
         return Html("")
-    begin, end = ledger.span_ns
+    begin, end = ledger.span_s
     rows = [f"cell {cell}" for cell in timelines]
-    spans = [Span(row, (b.start_ns - begin) / 1e9, (b.end_ns - begin) / 1e9, _TONES[b.role])
+    spans = [Span(row, (b.start_s - begin), (b.end_s - begin), _TONES[b.role])
              for row, bars in enumerate(timelines.values()) for b in bars]
-    level = [((time - begin) / 1e9, float(value)) for time, value in waterlevels(ledger)]
+    level = [((time - begin), float(value)) for time, value in waterlevels(ledger)]
     keys = (("rollout", "roll"), ("train", "train"), ("in transition", "move"))
-    whole = timeline("The whole run", rows, spans, level, (0.0, (end - begin) / 1e9), keys)
+    whole = timeline("The whole run", rows, spans, level, (0.0, (end - begin)), keys)
     window = _middle_burst(ledger, begin)
     close = timeline("Two bursts from its middle", rows, spans, level, window, keys) if window else None
     lengths = {tone: sum(s.end - s.start for s in spans if s.tone == tone) for tone in ("roll", "train", "move")}
@@ -206,15 +201,15 @@ def _cells(ledger: RunLedger) -> Html:
 
 def _middle_burst(ledger: RunLedger, begin: int) -> tuple[float, float] | None:
     """Seconds from the opening of a burst in the middle to the opening of the next but one."""
-    opened = sorted(b.time_ns for b in ledger.all(e.BurstOpened).values())
+    opened = sorted(b.time_s for b in ledger.all(e.BurstOpened).values())
     if len(opened) < 5:
         return None
     middle = len(opened) // 2
-    return (opened[middle] - begin) / 1e9, (opened[middle + 2] - begin) / 1e9
+    return (opened[middle] - begin), (opened[middle + 2] - begin)
 
 
 def _tokens(ledger: RunLedger) -> Html:
-    found = targets(ledger)
+    found = ledger.targets()
     if not found.num_targets:
         return Html("")
     tones = {"trained": "c2", "waiting": "grey"}
@@ -232,7 +227,7 @@ def _tokens(ledger: RunLedger) -> Html:
 
 
 def _optimisation(ledger: RunLedger) -> Html:
-    found = [step.finished for step in steps(ledger)]
+    found = [step.finished for step in ledger.steps]
     charts = []
     for key, title, unit, read in _MULTIPLES:
         points = tuple((s.step + 1, read(s) if read else s.metrics.get(key, math.nan)) for s in found)
@@ -258,10 +253,13 @@ def _percent(value: float) -> str:
 
 
 def _again(context: ReportContext) -> Html:
+    path = context.run_dir / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     parts: list[Html] = []
-    if context.command:
-        parts.append(el("pre", context.command, cls="command"))
-    if context.manifest:
-        text = json.dumps(context.manifest, indent=2, sort_keys=True, default=str, ensure_ascii=False)
+    if manifest.get("command"):
+        parts.append(el("pre", shlex.join(map(str, manifest["command"])), cls="command"))
+    if manifest:
+        text = json.dumps(manifest, indent=2, ensure_ascii=False)
         parts.append(el("details", el("summary", "Manifest: what ran, on what"), el("pre", text)))
-    return join((el("h2", "Run it again"), *parts)) if parts else Html("")
+    parts.append(el("details", el("summary", "Configuration, resolved"), el("pre", to_toml(context.config))))
+    return join((el("h2", "Run it again"), *parts))

@@ -10,8 +10,9 @@ from gyre.cli.markup import Html, el, join, table
 from gyre.cli.treefile import Decode, TreeView, children, read_tree, runs, spelled, turns
 from gyre.cli.views import Execution
 from gyre.contracts.errors import BrokenBody
-from gyre.policy.tokenizer import ChatTokenizer
-from gyre.runtime.blobs import BlobStore
+from gyre.policy.tokenizer import TOKENIZER_FILE, ChatTokenizer
+from gyre.runtime.blobs import BlobStore, open_blobs
+from gyre.runtime.config import RunConfig, load_deployment
 
 MAX_TURNS = 60
 MAX_SEGMENTS = 120
@@ -23,22 +24,25 @@ class Sources:
     """Where the text of single executions comes from; what is absent is said to be absent."""
 
     blobs: BlobStore | None
-    tasks_root: Path | None
+    tasks_root: Path
     decode: Decode | None
     stop_ids: frozenset[int]
 
     @classmethod
-    def open(cls, blobs: BlobStore | None, tasks_root: Path | None, tokenizer_dir: Path | None) -> Sources:
-        """With the tokenizer of the run, if its directory is given."""
-        if tokenizer_dir is None:
-            return cls(blobs, tasks_root, None, frozenset())
-        tokenizer = ChatTokenizer.load(tokenizer_dir)
-        return cls(blobs, tasks_root, tokenizer.decode, frozenset(tokenizer.stop_ids))
+    def open(cls, run_dir: Path, config: RunConfig) -> Sources:
+        """Blob store by the run's deployment file, tasks and tokenizer by its configuration."""
+        deployment = run_dir / "deployment.toml"
+        blobs = open_blobs(load_deployment(deployment).blobs) if deployment.exists() else None
+        tasks, checkpoint = Path(config.tasks.root), Path(config.policy.checkpoint)
+        if not (checkpoint / TOKENIZER_FILE).exists():
+            return cls(blobs, tasks, None, frozenset())
+        tokenizer = ChatTokenizer.load(checkpoint)
+        return cls(blobs, tasks, tokenizer.decode, frozenset(tokenizer.stop_ids))
 
     def tree(self, execution: str) -> TreeView | str:
         """The execution's tree, or why there is none to show."""
         if self.blobs is None:
-            return "The blob store was not given, so its tree is not shown."
+            return "The run has no blob store any more, so its tree is not shown."
         try:
             return read_tree(self.blobs, execution)
         except FileNotFoundError:
@@ -51,13 +55,14 @@ class Sources:
         snapshot = x.terminated.fact.snapshot if x.terminated else None
         if snapshot is None:
             return "No workspace was preserved."
-        if self.blobs is None or self.tasks_root is None:
-            return "The blob store or the tasks were not given, so the workspace is not shown."
+        task = self.tasks_root / x.task
+        if self.blobs is None or not x.task or not task.is_dir():
+            return "The blob store or the task is not there any more, so the workspace is not shown."
         try:
             after = workspace_of_snapshot(self.blobs, snapshot)
         except BrokenBody as error:
             return str(error)
-        return diff(workspace_of_task(self.tasks_root / x.task), after) or "Nothing was changed in the workspace."
+        return diff(workspace_of_task(task), after) or "Nothing was changed in the workspace."
 
     def text(self, ids: tuple[int, ...]) -> str:
         return spelled(ids, self.decode, self.stop_ids)
