@@ -131,7 +131,7 @@ class Coordinator:
             await self._ledger.submit(AttemptFailed(table.step, table.attempt))
         await asyncio.to_thread(self._backend.sleep)
         state = self._ledger.state
-        self._lock.give_back(state.cell.epoch)
+        self._lock.give_back()  # the epoch is the engine's to take
         await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
 
     # ------------------------------------------------------------ one step
