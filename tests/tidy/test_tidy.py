@@ -32,6 +32,7 @@ LONGER: dict[str, str] = {
 # Modules that change state and so must be repeatable: no clock, network, randomness, environment, tensors.
 # Every core.py is one without being listed. Paths are relative to the package's src/gyre.
 PURE: dict[str, tuple[str, ...]] = {
+    "services/rollout": ("rollout/cell.py", "rollout/execution.py", "rollout/local.py"),
     "libs/contracts": ("contracts/digest.py", "contracts/events.py", "contracts/microstep.py", "contracts/subjects.py"),
     "services/scheduler": tuple(
         f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
@@ -60,6 +61,7 @@ UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "yaml.load"}
 # "path" -> why it may call one of them.
 UNSAFE: dict[str, str] = {
+    "services/reward/src/gyre/reward/graders/worker.py": "runs graded code, in a forked child inside the sandbox",
     "examples/clinic/grader.py": "grading code means running it; the grader is the process the evaluator shuts away",
     "examples/clinic/harness.py": "the harness runs the visible tests of its own workspace, inside its sandbox",
 }

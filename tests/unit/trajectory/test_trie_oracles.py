@@ -220,6 +220,18 @@ def test_outputs_of_other_models_and_of_aborted_calls_are_context(script: Any) -
     assert (targets.num_unseen, targets.num_drawn) == (2, 3)
 
 
+def test_what_one_call_aborted_and_another_sampled_is_a_target(script: Any) -> None:
+    tree = script().call([1], [2, 3], finish_reason="abort").call([1], [2]).tree()
+    targets = find_targets(tree, "policy")
+    assert (target_ids(tree), targets.num_unseen) == ([2], 1)
+
+
+def test_a_call_that_ends_at_a_fork_ends_above_it(script: Any) -> None:
+    tree = script().call([1, 2], []).call([1, 2, 3], []).call([1, 2, 4], []).call([1], []).tree()
+    assert tree.end == (0, 1, 2, 0)
+    assert [tree.tokens(n).tolist() for n in range(4)] == [[1, 2], [1, 2, 3], [1, 2, 4], [1]]
+
+
 def test_versions_within_one_output(script: Any) -> None:
     spans = (VersionSpan(0, 2, 4), VersionSpan(2, 5, 5))
     tree = script().call([1, 2], [3, 4, 5, 6, 7], spans=spans).call([1, 2, 3, 9], [8], version=6).tree()

@@ -139,8 +139,8 @@ class TrainerState:
 
     @property
     def owes_checkpoint(self) -> bool:
-        """A burst's last version is in memory only."""
-        return self.burst >= 0 and self.at_burst_end and self.published < self.position
+        """A burst's last version, or the version the run starts from, is not published yet."""
+        return self.begun and self.at_burst_end and self.published < self.position
 
 
 class TrainerCore:
