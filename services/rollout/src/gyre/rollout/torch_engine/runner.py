@@ -114,10 +114,10 @@ class Runner:
     def run(self, batch: Batch, slots: Slots) -> torch.Tensor:
         """Computes the batch's tokens and returns logits_RV of the rows that yield, in order."""
         counts_B = np.array(batch.counts)
-        starts_B = np.array([s.num_computed for s in batch.rows])
-        table_BM = slots.table[[s.slot for s in batch.rows]]
+        starts_B = np.array(batch.starts)
+        table_BM = slots.table[batch.slots]
         ends_B = counts_B.cumsum()
-        ids_T = _packed_ids(batch, starts_B)
+        ids_T = _packed_ids(batch)
         positions_T = np.arange(ends_B[-1]) + np.repeat(starts_B - (ends_B - counts_B), counts_B)
         size = self.cache.block_size
         rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
@@ -132,10 +132,9 @@ class Runner:
     def _groups(self, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray) -> list[_Group]:
         """Rows of like shape together: decodes apart from prefills, long contexts apart from short ones."""
         contexts_B = counts_B + starts_B
+        if counts_B.max() == 1 and contexts_B.max() <= _MIN_KEYS:
+            return [self._group(np.arange(len(counts_B)), counts_B, starts_B, table_BM, True)]
         kinds = np.stack((_round_up(counts_B, 1), _round_up(contexts_B, _MIN_KEYS)))
-        if (kinds == kinds[:, :1]).all():
-            is_decode = len(counts_B) == counts_B.sum()
-            return [self._group(np.arange(len(counts_B)), counts_B, starts_B, table_BM, is_decode)]
         _, group_of_B = np.unique(kinds, axis=1, return_inverse=True)
         group_of_B = group_of_B.reshape(-1)
         members = (np.flatnonzero(group_of_B == index) for index in range(group_of_B.max() + 1))
@@ -169,11 +168,11 @@ class Runner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _packed_ids(batch: Batch, starts_B: np.ndarray) -> np.ndarray:
+def _packed_ids(batch: Batch) -> np.ndarray:
+    rows = zip(batch.rows, batch.starts, batch.counts, strict=True)
     if len(batch.rows) == sum(batch.counts):
-        return np.array([s.ids[s.num_computed] for s in batch.rows], dtype=np.int64)
-    parts = (s.ids[s.num_computed : s.num_computed + n] for s, n in zip(batch.rows, batch.counts, strict=True))
-    return np.concatenate(list(parts)).astype(np.int64)
+        return np.array([s.ids[start] for s, start, _ in rows], dtype=np.int64)
+    return np.concatenate([s.ids[start : start + count] for s, start, count in rows]).astype(np.int64)
 
 
 def _round_up(values: np.ndarray, smallest: int) -> np.ndarray:
