@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
 from gyre.contracts import codec
 from gyre.contracts import events as e
 from gyre.contracts.subjects import CTL, filter_of

@@ -37,7 +37,12 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def make_torch() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0))
+
+
+def make_threaded() -> Engine:
+    scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0, thread_from_parameters=0))
 
 
 def make_scripted() -> Engine:
@@ -51,7 +56,7 @@ async def load(engine: Engine, version: int) -> None:
     engine.resume()
 
 
-@pytest.fixture(params=[make_torch, make_scripted], ids=["torch", "scripted"])
+@pytest.fixture(params=[make_torch, make_threaded, make_scripted], ids=["torch", "torch-threaded", "scripted"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     make: Callable[[], Engine] = request.param
     engine = make()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -46,7 +48,7 @@ class Harness:
         self.stub = pb_grpc.EngineServiceStub(self.channel)
 
     def new_cell(self) -> EngineCell:
-        engine = TorchEngine(POLICY, TorchEngineConfig(SchedulerConfig(2048, 512, 8, 8, 4)))
+        engine = TorchEngine(POLICY, TorchEngineConfig(SchedulerConfig(2048, 512, 8, 8, 4), min_interval_s=0.0))
         lock = DeviceLock(self.home / "cells", 0, "engine")
         return EngineCell(engine, lock, PulledWeights(self.reader, 10.0), self._no_wait)
 
@@ -234,6 +236,12 @@ async def test_bad_requests_and_a_full_queue_have_their_own_codes(harness: Harne
         stream.cancel()
 
 
+async def test_a_prompt_of_more_than_four_megabytes_is_judged_and_not_cut_off(harness: Harness) -> None:
+    await harness.wake(0, 3)
+    with pytest.raises(grpc.aio.AioRpcError, match="longest context"):
+        await harness.generate("a", prompt_ids=np.zeros(1_500_000, "<i4").tobytes())
+
+
 async def test_admission_can_be_closed_and_opened(harness: Harness) -> None:
     await harness.wake(0, 3)
     await harness.stub.SetAdmission(pb.SetAdmissionRequest(open=False))
@@ -253,3 +261,9 @@ async def test_health_probe_and_status_answer(harness: Harness) -> None:
     probe = await harness.stub.Probe(pb.ProbeRequest())
     assert probe.ok and probe.version == 3
     assert (await harness.stub.GetStatus(status_pb2.StatusRequest())).epoch == 2
+
+
+def test_what_serves_without_a_model_imports_no_torch() -> None:
+    modules = "gyre.rollout.main, gyre.rollout.engine_process, gyre.rollout.engines.scripted"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

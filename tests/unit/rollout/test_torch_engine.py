@@ -43,8 +43,11 @@ def decoder_of(policy: PolicyConfig, seed: int) -> Decoder:
     return decoder
 
 
-async def start(policy: PolicyConfig, scheduler: SchedulerConfig, version: int = 1) -> tuple[TorchEngine, Decoder]:
-    engine = TorchEngine(policy, TorchEngineConfig(scheduler))
+async def start(
+    policy: PolicyConfig, scheduler: SchedulerConfig, version: int = 1, threaded: bool = False
+) -> tuple[TorchEngine, Decoder]:
+    limit = 0 if threaded else 10**9
+    engine = TorchEngine(policy, TorchEngineConfig(scheduler, min_interval_s=0.0, thread_from_parameters=limit))
     return engine, await load(engine, policy, version)
 
 
@@ -210,4 +213,41 @@ async def test_sleep_frees_the_cache() -> None:
     engine, _ = await start(POLICY, SchedulerConfig(1024, 512))
     assert await engine.sleep() >= 1024 * 2 * 2 * 2 * 8 * 4  # tokens * layers * (k, v) * heads * size * bytes
     assert engine._runner is None
+    await engine.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_aborts_at_any_moment_leave_the_others_untouched(threaded: bool) -> None:
+    """Aborted sequences give their slots and blocks to newcomers, also while the model runs in its thread."""
+    engine, decoder = await start(POLICY, SchedulerConfig(768, 512, 8, 6, 64), threaded=threaded)
+    kept = {f"k{i}": ids_of(30 + i, i) for i in range(4)}
+    streams = {name: engine.submit(GenerateRequest(name, p, 60, seed=1)) for name, p in kept.items()}
+    for number in range(40):
+        engine.submit(GenerateRequest(f"x{number}", ids_of(25, number), 60))
+        for _ in range(number % 5):
+            await asyncio.sleep(0)
+        assert engine.abort(f"x{number}")
+    for name, prompt in kept.items():
+        events = await collect(streams[name])
+        assert len(events) == 60
+        assert_true_logprobs(decoder, prompt, events)
+    report = engine.load_report()
+    assert report.kv_tokens_free == report.kv_tokens_total and report.num_running == report.num_waiting == 0
+    await engine.close()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.5), (torch.float64, 1e-4)])
+async def test_weights_are_verified_as_announced_and_served_in_the_engines_dtype(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    engine = TorchEngine(POLICY, TorchEngineConfig(SchedulerConfig(1024, 512), dtype, min_interval_s=0.0))
+    decoder = Decoder.create(POLICY, 4)
+    await engine.load_weights(4, state_digest(decoder.state_dict()), decoder.state_dict())
+    probe = await engine.probe()
+    assert probe.ok and probe.checksum == state_digest(decoder.state_dict()), probe.detail
+    engine.resume()
+    prompt = ids_of(40, 3)
+    events = await collect(engine.submit(GenerateRequest("a", prompt, 20)))
+    want = plain_logprobs(decoder, prompt, [e.token_id for e in events])
+    np.testing.assert_allclose([e.logprob for e in events], want, atol=tolerance)
     await engine.close()

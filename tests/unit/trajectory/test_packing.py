@@ -84,6 +84,13 @@ def test_a_tree_that_is_too_large_is_cut_between_paths(script: Any) -> None:
     assert all(s.weight.tolist() == pytest.approx([1 / 12] * 6) for s in steps)
 
 
+def test_paths_of_one_execution_that_meet_again_share_their_prefix(script: Any) -> None:
+    """Neighbours did not fit together, but the first and the third do: 2 shared tokens are encoded once."""
+    calls = script().call([1, 2], [10, 11, 12]).call([1, 2], list(range(20, 27))).call([1, 2], [30, 31, 32])
+    steps = packed([member(calls)], Budget(10, 10**9))
+    assert [s.ids.tolist() for s in steps] == [[1, 2, *range(20, 27)], [1, 2, 10, 11, 12, 30, 31, 32]]
+
+
 def test_a_path_longer_than_the_budget_is_a_micro_step_of_its_own(script: Any) -> None:
     """C17: lengths 10, 3, 4 under a budget of 8 give {10}, {4, 3}: nothing is dropped, nothing raises."""
     members = [member(script(execution=f"x{n}").call([n], list(range(n + 1, n + size)))) for n, size in

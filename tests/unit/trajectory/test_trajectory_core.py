@@ -229,6 +229,13 @@ def test_what_comes_after_the_end_is_counted_and_ignored(script: Any, story: Any
     assert state.counts == {"late": len(one.facts())}
 
 
+def test_duplicates_are_counted(script: Any, story: Any, settings: Settings) -> None:
+    one = story(scripts(script, 1), [1.0])
+    facts = one.facts()
+    state, effects = run(settings, [*facts[:-1], *facts[:-1]])
+    assert (effects, state.counts) == ([], {"duplicate": len(facts) - 1})
+
+
 def test_completed_groups_are_remembered_up_to_a_bound(script: Any, story: Any, settings: Settings) -> None:
     core = TrajectoryCore(settings(num_remembered_groups=2))
     state = core.initial()

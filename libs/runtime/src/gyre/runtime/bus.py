@@ -67,6 +67,11 @@ class Received:
         with contextlib.suppress(nats.errors.Error):
             await self.message.in_progress()
 
+    async def give_back(self) -> None:
+        """Let another worker have it at once."""
+        with contextlib.suppress(nats.errors.Error):
+            await self.message.nak()
+
 
 def stream_config(stream: Stream, replicas: int = 1) -> StreamConfig:
     """How a stream is kept: on disk, refusing new messages when full instead of dropping old ones."""

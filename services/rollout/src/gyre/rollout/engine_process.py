@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 from gyre.contracts.errors import ConfigError, EngineError
@@ -35,7 +36,7 @@ async def serve_engine(process: Process) -> None:
         held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), loader)
         service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held))
         listen = process.deployment.engines[cell].listen
-        server = rpc.Server(listen, [(SERVICE, lambda s: pb_grpc.add_EngineServiceServicer_to_server(service, s))])
+        server = rpc.Server(listen, [(SERVICE, partial(pb_grpc.add_EngineServiceServicer_to_server, service))])
         await server.start()
         await server.set_serving(True)
         await _first_of(process.stopping, engine.failed)

@@ -4,18 +4,21 @@ It holds the ids once, in depth-first order, and everything else as ranges over 
 call sampled, and to see what was trained on which path and why the rest was not.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from gyre.contracts.codec import pack, unpack
+from gyre.contracts.codec import from_plain, pack, to_plain, unpack
+from gyre.contracts.errors import BrokenBody
 from gyre.contracts.events import GroupDispatched, Outcome, Purpose, RoleClass, VersionSpan
 from gyre.trajectory.admission import Admission
 from gyre.trajectory.targets import Targets
 from gyre.trajectory.tree import Tree
 
-MAX_JSON_TOKENS = 200_000  # an answer with more ids would pass gRPC's 4 MiB; the file in the blob store has them all
+MAX_JSON_TOKENS = 65_536  # longer lists could pass gRPC's 4 MiB; the file in the blob store has everything
+_ARRAYS = ("ids", "bounds", "parent", "depth", "owner", "target", "call", "logprob", "version")
+_PER_TOKEN = ("ids", "target", "call", "logprob", "version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +75,15 @@ class TreeFile:
     def to_bytes(self) -> bytes:
         return pack(self)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Plain lists and numbers, for JSON. Ids are left out (`ids` None) where there are too many of them."""
-        plain: dict[str, Any] = {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
+    def to_json(self) -> bytes:
+        """The same as JSON; what there is one of per token is left out (null) in a tree of too many tokens."""
+        plain = to_plain(self)
+        for name in _ARRAYS:
+            plain[name] = getattr(self, name).tolist()
+        plain["logprob"] = [round(value, 5) for value in plain["logprob"]]
         if len(self.ids) > MAX_JSON_TOKENS:
-            plain |= {"ids": None, "target": None, "call": None, "logprob": None, "version": None}
-        return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return value
+            plain |= dict.fromkeys(_PER_TOKEN)
+        return json.dumps(plain).encode()
 
 
 def tree_path(execution: str) -> str:
@@ -100,6 +94,18 @@ def tree_path(execution: str) -> str:
 def tree_from_bytes(data: bytes) -> TreeFile:
     """The inverse of `TreeFile.to_bytes`. Raises BrokenBody."""
     return unpack(data, TreeFile)
+
+
+def tree_from_json(data: bytes) -> TreeFile:
+    """The inverse of `TreeFile.to_json`; what was left out is empty. Raises BrokenBody."""
+    try:
+        plain = json.loads(data)
+        for name in _ARRAYS:
+            dtype = np.float32 if name == "logprob" else np.int32
+            plain[name] = to_plain(np.array(plain[name] or [], dtype))
+    except (ValueError, KeyError, TypeError) as error:
+        raise BrokenBody(f"not the JSON of a tree: {error!r}") from error
+    return from_plain(plain, TreeFile)
 
 
 def tree_file(outcome: Outcome, dispatched: GroupDispatched, tree: Tree, targets: Targets, admission: Admission | None,
@@ -158,7 +164,8 @@ def _segment_line(file: TreeFile, segment: int, decode: Decode | None, width: in
     parts = [f"{depth:,}..{depth + high - low:,}"]
     if last > first:
         owner = int(file.owner[segment])
-        parts.append(f"{last - first:,} targets {f'on path {owner}' if owner >= 0 else 'not trained'}")
+        plural = "s" if last - first > 1 else ""
+        parts.append(f"{last - first:,} target{plural} {f'on path {owner}' if owner >= 0 else 'not trained'}")
     ending = [note for note in file.calls if note.segment == segment]
     if ending:
         parts.append(", ".join(f"#{note.index} {note.role_class}" for note in ending))

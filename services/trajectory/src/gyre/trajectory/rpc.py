@@ -1,6 +1,5 @@
 """gRPC surface: look at a tree, a group, the process. Nothing here changes anything."""
 
-import json
 import os
 from collections.abc import Callable
 
@@ -41,7 +40,7 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except FileNotFoundError:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"execution {request.execution!r}: no tree is known")
-        return service_pb2.InspectTreeResponse(json=json.dumps(file.to_plain()).encode())
+        return service_pb2.InspectTreeResponse(json=file.to_json())
 
     async def InspectGroup(self, request: service_pb2.InspectGroupRequest,
                            context: grpc.aio.ServicerContext) -> service_pb2.InspectGroupResponse:

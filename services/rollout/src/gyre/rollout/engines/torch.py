@@ -34,16 +34,25 @@ from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfi
 
 log = logging.getLogger(__name__)
 
-_THREAD_FROM_PARAMETERS = 4_000_000
+_MAX_TURNS = 64
+_IDLE_TURN_S = 0.0001
 
 
 @dataclass(frozen=True)
 class TorchEngineConfig:
-    """`dtype` and `device` of weights and cache; the log-softmax is float32 whatever they are."""
+    """`dtype` and `device` of weights and cache; the log-softmax is float32 whatever they are.
+
+    `min_interval_s` is the shortest time between the starts of two iterations. A tiny model is through with a few
+    sequences before the next ones arrive, and an iteration costs it much the same with one sequence as with many: the
+    wait lets a batch gather and the gRPC server have its turns. Models that take longer anyway are not slowed.
+    From `thread_from_parameters` parameters on the model runs in a thread of its own.
+    """
 
     scheduler: SchedulerConfig
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    min_interval_s: float = 0.004
+    thread_from_parameters: int = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -177,12 +186,14 @@ class TorchEngine:
 
     async def _drive(self) -> None:
         """The main loop: schedule, run, commit."""
+        loop = asyncio.get_running_loop()
         while True:
             self._work.clear()
             while self._scheduler.has_work:
+                due = loop.time() + self._config.min_interval_s
                 async with self._boundary:
                     await self._iterate()
-                await asyncio.sleep(0)
+                await _give_way(loop, due)
             await self._work.wait()
 
     async def _iterate(self) -> None:
@@ -218,7 +229,7 @@ class TorchEngine:
 
     def _new_cache(self) -> PagedKV:
         config = self._config
-        if self._thread is None and _num_parameters(self._policy) >= _THREAD_FROM_PARAMETERS:
+        if self._thread is None and _num_parameters(self._policy) >= config.thread_from_parameters:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-model")
         pool = self._scheduler.pool
         return PagedKV(self._policy, pool.num_blocks, pool.block_size, config.dtype, config.device)
@@ -255,6 +266,20 @@ class TorchEngine:
         if self._asleep:
             return "the engine sleeps"
         return "it is paused" if self._verified else "its weights have not been probed"
+
+
+async def _give_way(loop: asyncio.AbstractEventLoop, due: float) -> None:
+    """Waits until `due`, then on as long as the loop has other things to do.
+
+    A request needs several turns of the loop from its first byte to the queue; were each turn to cost an iteration,
+    it would miss the batch it could have been part of, and everyone's latency would be many times what it has to be.
+    """
+    await asyncio.sleep(max(0.0, due - loop.time()))
+    for _ in range(_MAX_TURNS):
+        before = loop.time()
+        await asyncio.sleep(0)
+        if loop.time() - before < _IDLE_TURN_S:
+            return
 
 
 def _num_parameters(policy: PolicyConfig) -> int:

@@ -9,7 +9,7 @@ computed yields its next one.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from gyre.rollout.engines.base import EngineBusy, EventStream, Finish, GenerateRequest, InvalidRequest, TokenEvent
@@ -67,11 +67,17 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One iteration's work: row b computes `counts[b]` tokens of `rows[b]`. `yields` are rows that then sample."""
+    """One iteration's work: row b computes `counts[b]` tokens of `rows[b]` from position `starts[b]` on.
 
-    rows: list[Sequence]
-    counts: list[int]
-    yields: list[int]
+    `yields` are the rows that then sample. Slots and starts are those of the moment of scheduling: a sequence may be
+    aborted while the model runs, and must then still write into its own blocks.
+    """
+
+    rows: list[Sequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    yields: list[int] = field(default_factory=list)
 
 
 class Slots:
@@ -147,7 +153,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Decides one iteration: 1. running sequences, decodes first; 2. whoever waits and fits. None if idle."""
-        batch = Batch([], [], [])
+        batch = Batch()
         budget = self.config.max_batch_tokens
         for sequence in sorted(self.running, key=_num_pending):
             if sequence.slot < 0:  # preempted by an earlier one of this loop
@@ -163,8 +169,10 @@ class Scheduler:
         Rows that were aborted while the model ran are passed over.
         """
         for sequence, count in zip(batch.rows, batch.counts, strict=True):
+            if sequence.slot < 0:
+                continue
             sequence.num_computed += count
-            if count > 1 and sequence.slot >= 0:
+            if count > 1:
                 self.num_prefilled += count
                 self._file(sequence)
         self.num_sampled += len(batch.yields)
@@ -175,14 +183,13 @@ class Scheduler:
 
     def sampling_rows(self, batch: Batch) -> SamplingRows:
         """Sampling parameters of the rows that yield, in order."""
-        rows = [batch.rows[row] for row in batch.yields]
-        slots = np.array([s.slot for s in rows], dtype=np.int64)
+        slots = np.array([batch.slots[row] for row in batch.yields], dtype=np.int64)
         return SamplingRows(
             temperatures_R=self.slots.temperatures[slots],
             top_ps_R=self.slots.top_ps[slots],
             top_ks_R=self.slots.top_ks[slots],
             seeds_R=self.slots.seeds[slots],
-            positions_R=np.array([s.num_known for s in rows], dtype=np.int64),
+            positions_R=np.array([batch.rows[row].num_known for row in batch.yields], dtype=np.int64),
         )
 
     def finish(self, request_id: str, finish: Finish) -> bool:
@@ -211,6 +218,8 @@ class Scheduler:
         if sequence.num_computed + count == sequence.num_known:
             batch.yields.append(len(batch.rows))
         batch.rows.append(sequence)
+        batch.slots.append(sequence.slot)
+        batch.starts.append(sequence.num_computed)
         batch.counts.append(count)
         return count
 
