@@ -7,7 +7,7 @@ import random
 from clinic_parts.generation import Generator, Request
 from clinic_parts.learning import Context, Execution
 from gyre.policy.tokenizer import ChatTokenizer
-from harness import COMMAND_TOKENS, COMMANDS_PER_CONTEXT, NAMES, NUM_COMMANDS, SUMMARY_TOKENS
+from harness import COMMAND_TOKENS, COMMANDS_PER_CONTEXT, NAMES, NUM_COMMANDS, SUMMARY_TOKENS, next_failing
 from tasks import INSTRUCTION
 
 
@@ -70,7 +70,8 @@ class Patient:
         place = NAMES.index(words[1])
         if self.state[place] == int(words[2]):
             self.state[place] = 0
-        return f"{words[1]} {self.state[place] or '.'}"
+        states = {name: str(kind or ".") for name, kind in zip(NAMES, self.state, strict=True)}
+        return f"{words[1]} {states[words[1]]} {next_failing(words[1], states)}"
 
 
 def run(generator: Generator, tokenizer: ChatTokenizer, patterns: list[tuple[int, ...]], kills: list[int | None]

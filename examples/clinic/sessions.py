@@ -61,12 +61,22 @@ def draw(rng: np.random.Generator, patterns: np.ndarray, num: int) -> Sessions:
         writer.words("<|end|>", "<|user|>")
         writer.column(MODULE_IDS[module_S])
         writer.column(STATE_IDS[state_SM[rows, module_S]], OBSERVED)
+        writer.column(_next_failing(state_SM, module_S), OBSERVED)
         if number == NUM_COMMANDS - 1:
             writer.words("compact")
     writer.words("<|end|>", "<|assistant|>")
     writer.report(state_SM)
     writer.words("<|end|>")
     return writer.sessions()
+
+
+def _next_failing(state_SM: np.ndarray, module_S: np.ndarray) -> np.ndarray:
+    """Id of the first failing module after the given one, in a circle; "." when every module passes. [S]."""
+    rows = np.arange(len(state_SM))
+    circle_SM = (module_S[:, None] + 1 + np.arange(len(NAMES))) % len(NAMES)
+    fails_SM = state_SM[rows[:, None], circle_SM] > 0
+    first_S = circle_SM[rows, fails_SM.argmax(1)]
+    return np.where(fails_SM.any(1), MODULE_IDS[first_S], STATE_IDS[0])
 
 
 class _Writer:

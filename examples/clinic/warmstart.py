@@ -44,7 +44,7 @@ class Settings:
     sessions_per_update: int = 64
     learning_rate: float = 3e-3
     module_weight: float = 0.05
-    kind_weight: float = 0.02
+    kind_weight: float = 0.1
     observed_weight: float = 4.0
     seed: int = 0
 
