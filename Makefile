@@ -8,7 +8,7 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 setup:  ## Create or complete .venv (GYRE_TORCH=cuda for GPU machines, PYTHON=... to choose the interpreter)
-	@PYTHON='$(PYTHON)' sh tools/setup.sh
+	@sh tools/setup.sh
 
 demo: setup  ## Train the example policy with every service as its own process (ARGS="..." goes to `gyre demo`)
 	@$(BIN)/gyre demo examples/clinic/clinic.toml $(ARGS)

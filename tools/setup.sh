@@ -2,7 +2,7 @@
 # Makes .venv: everything that `make demo` and `make test` need, from nothing but Python 3.11+.
 #
 #   tools/setup.sh              create or complete .venv; does nothing when it is current
-#   GYRE_TORCH=cpu (default)    the CPU build of torch
+#   GYRE_TORCH=cpu              the CPU build of torch (default; once chosen, a build is kept)
 #   GYRE_TORCH=cuda             the build PyPI serves (CUDA on Linux x86-64)
 #   GYRE_TORCH=NAME             any backend uv knows: cu128, rocm6.4, xpu, auto ...
 #   PYTHON=/path/to/python      instead of the first Python 3.11+ found
@@ -15,7 +15,8 @@ cd "$(dirname "$0")/.."
 venv=.venv
 done_stamp=$venv/.setup-done
 building=$venv/.setup-building
-torch_build=${GYRE_TORCH:-cpu}
+torch_before=$(sed -n 's/^torch //p' $done_stamp $building 2>/dev/null | head -n 1)
+torch_build=${GYRE_TORCH:-${torch_before:-cpu}}
 min_minor=11
 
 say() { printf '==> %s\n' "$*"; }
@@ -51,7 +52,7 @@ create_venv() {
         "$python" -m venv --clear --without-pip $venv ||
             die "$python cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"
     fi
-    : > $building
+    printf 'torch %s\n' "$torch_build" > $building
     say "installing uv into $venv"
     if $venv/bin/python -m pip --version >/dev/null 2>&1; then
         $venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
@@ -62,13 +63,16 @@ create_venv() {
 }
 
 # uv reads none of pip's settings; whoever pointed pip at a mirror, a folder of wheels or a certificate meant it for this.
-pip_setting() {
-    $venv/bin/python -m pip config list 2>/dev/null | sed -n "s/^[a-z:]*\\.$1='\\(.*\\)'\$/\\1/p" | tail -n 1
+pip_settings() {
+    $venv/bin/python -m pip config list 2>/dev/null || "$(find_python)" -m pip config list 2>/dev/null || true
 }
 
+setting() { printf '%s\n' "$settings" | sed -n "s/^[a-z:]*\\.$1='\\(.*\\)'\$/\\1/p" | tail -n 1; }
+
 export_uv_settings() {
-    : "${UV_FIND_LINKS:=$(pip_setting find-links)}" "${UV_DEFAULT_INDEX:=$(pip_setting index-url)}"
-    : "${SSL_CERT_FILE:=$(pip_setting cert)}"
+    settings=$(pip_settings)
+    : "${UV_FIND_LINKS:=$(setting find-links)}" "${UV_DEFAULT_INDEX:=$(setting index-url)}"
+    : "${SSL_CERT_FILE:=$(setting cert)}"
     [ -z "$UV_FIND_LINKS" ] || export UV_FIND_LINKS
     [ -z "$UV_DEFAULT_INDEX" ] || export UV_DEFAULT_INDEX
     [ -z "$SSL_CERT_FILE" ] || export SSL_CERT_FILE
@@ -116,10 +120,9 @@ install_packages() {
 if [ -f $done_stamp ] && inputs | cmp -s - $done_stamp && $venv/bin/python -c '' 2>/dev/null; then
     exit 0
 fi
-if [ -f $done_stamp ] && $venv/bin/uv --version >/dev/null 2>&1; then
+if [ -f $done_stamp ] && [ "$torch_build" = "$torch_before" ] && $venv/bin/uv --version >/dev/null 2>&1; then
     say "$venv is out of date: bringing it up to date"
-    : > $building
-    rm -f $done_stamp
+    mv $done_stamp $building
 else
     [ ! -e $building ] || say "the last set-up did not finish: starting anew"
     create_venv

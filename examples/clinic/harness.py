@@ -197,7 +197,8 @@ def main() -> None:
     endpoint = Endpoint(
         environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"], environment.get("OPENAI_MODEL", "policy")
     )
-    instruction = environment.get("GYRE_INSTRUCTION") or read(sys.argv[1] if len(sys.argv) > 1 else "instruction.md")
+    named = environment.get("GYRE_TASK_INSTRUCTION") or (sys.argv[1] if len(sys.argv) > 1 else "instruction.md")
+    instruction = environment.get("GYRE_INSTRUCTION") or read(named)
     work(endpoint, " ".join(instruction.split()))
 
 

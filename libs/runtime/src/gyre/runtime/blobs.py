@@ -1,6 +1,5 @@
 """The blob store: a directory or any fsspec URL. Content is immutable and verified on reading."""
 
-import os
 import uuid
 from pathlib import Path
 from typing import Protocol
@@ -49,7 +48,7 @@ class DirectoryBlobs:
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
         aside.write_bytes(data)
-        os.replace(aside, target)
+        aside.replace(target)
         return ref
 
     def get(self, ref: BlobRef) -> bytes:

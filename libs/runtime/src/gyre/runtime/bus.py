@@ -13,15 +13,22 @@ from dataclasses import dataclass
 
 import nats
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, BadRequestError, NotFoundError
-
 from gyre.contracts.errors import BusError, Fenced
 from gyre.contracts.subjects import STREAMS, Stream
 from gyre.runtime.clock import Clock, SystemClock
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +37,13 @@ FETCH_TIMEOUT_S = 3.0
 ACK_WAIT_S = 30.0
 DUPLICATE_WINDOW_S = 3600.0
 WRONG_LAST_SEQUENCE = (10071, 10164)
-TRANSIENT = (nats.errors.TimeoutError, nats.errors.NoRespondersError, nats.errors.ConnectionClosedError,
+TRANSIENT = (TimeoutError, nats.errors.NoRespondersError, nats.errors.ConnectionClosedError,
              nats.errors.ConnectionReconnectingError, nats.errors.OutboundBufferLimitError, nats.errors.NoServersError,
              ConnectionError, APIError)
+
+
+class _Gap(Exception):
+    """A delivery is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,7 @@ class Received:
     stream: str
     subject: str
     sequence: int
+    delivery: int  # number of this delivery in its consumer
     num_delivered: int
     headers: dict[str, str]
     data: bytes
@@ -54,6 +66,11 @@ class Received:
     async def in_progress(self) -> None:
         with contextlib.suppress(nats.errors.Error):
             await self.message.in_progress()
+
+    async def give_back(self) -> None:
+        """Let another worker have it at once."""
+        with contextlib.suppress(nats.errors.Error):
+            await self.message.nak()
 
 
 def stream_config(stream: Stream, replicas: int = 1) -> StreamConfig:
@@ -103,9 +120,9 @@ class Bus:
 
     async def close(self) -> None:
         """Flush and disconnect; a connection that is down is simply dropped."""
-        try:
-            await asyncio.wait_for(self.client.drain(), 10)
-        except (TimeoutError, nats.errors.Error):
+        with contextlib.suppress(TimeoutError, nats.errors.Error, OSError):
+            await self.client.flush(timeout=2)
+        with contextlib.suppress(OSError):
             await self.client.close()
 
     # ------------------------------------------------------------ streams
@@ -126,12 +143,22 @@ class Bus:
             except NotFoundError:
                 raise BusError(f"stream {stream.name} is missing; run `gyre bootstrap`") from None
             if info.config.subjects != [stream.subjects]:
-                raise BusError(f"stream {stream.name} has subjects {info.config.subjects}, expected [{stream.subjects!r}]")
+                raise BusError(f"stream {stream.name} has subjects {info.config.subjects}, "
+                               f"expected [{stream.subjects!r}]")
 
     async def last_sequence(self, stream: str) -> int:
         """Sequence of the stream's last message, 0 if there is none."""
         info = await self._with_retry(lambda: self.js.stream_info(stream))
         return info.state.last_seq
+
+    async def last_message(self, subject: str) -> dict[str, str] | None:
+        """Headers of the last message on `subject` with its sequence as `sequence`, None if there is none."""
+        stream = next(s for s in STREAMS if subject.startswith(s.subjects[:-1]))
+        try:
+            message = await self._with_retry(lambda: self.js.get_last_msg(stream.name, subject))
+        except NotFoundError:
+            return None
+        return dict(message.headers or {}) | {"sequence": str(message.seq)}
 
     async def _with_retry(self, call: Callable, attempts: int = 40) -> object:
         for _ in range(attempts - 1):
@@ -175,16 +202,12 @@ class Bus:
 
     # ------------------------------------------------------------ consume
 
-    async def consume(self, stream: Stream, durable: str, filters: list[str], *, start: int | None = None,
-                      batch: int = 64, max_ack_pending: int = 4096) -> AsyncIterator[list[Received]]:
-        """Batches of a shared durable pull consumer, for ever; the consumer is rebuilt when it vanishes.
-
-        `start`: first sequence of a consumer that has to be made anew (None: from the beginning).
-        """
-        config = ConsumerConfig(
-            durable_name=durable, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_deliver=-1,
-            max_ack_pending=max_ack_pending, filter_subjects=filters,
-            deliver_policy=DeliverPolicy.ALL if start is None else DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=start)
+    async def share(self, stream: Stream, durable: str, filters: list[str], *, batch: int = 1,
+                    max_ack_pending: int = 256) -> AsyncIterator[list[Received]]:
+        """Work from a durable pull consumer that several processes share, for ever. Order is not kept; whoever does
+        not acknowledge in time loses the message to another worker."""
+        config = ConsumerConfig(durable_name=durable, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S,
+                                max_deliver=-1, max_ack_pending=max_ack_pending, filter_subjects=filters)
         while not self.closed.is_set():
             try:
                 await self._ensure_consumer(stream.name, config)
@@ -201,23 +224,61 @@ class Bus:
         except NotFoundError:
             await self.js.add_consumer(stream, config)
 
-    async def delete_consumer(self, stream: str, durable: str) -> None:
-        """Forget a durable position, e.g. because the local state it belonged to is gone."""
+    async def consume(self, stream: Stream, durable: str, filters: list[str],
+                      start: int) -> AsyncIterator[list[Received]]:
+        """Every message from sequence `start` on, each once and in order, through a durable consumer; for ever.
+
+        The position is the caller's (its applied sequence), not the server's: a server that restarts, or a process that
+        died with messages in hand, makes the server deliver newer messages before it redelivers older ones. So the
+        consumer is made anew at the caller's position, and again whenever a delivery is missing.
+        """
+        position = start
+        while not self.closed.is_set():
+            config = ConsumerConfig(
+                durable_name=durable, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_deliver=-1,
+                max_ack_pending=8192, filter_subjects=filters, deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=max(position, 1))
+            try:
+                await self._forget(stream.name, durable)
+                await self.js.add_consumer(stream.name, config)
+                subscription = await self.js.pull_subscribe_bind(durable=durable, stream=stream.name)
+                async for messages in self._without_gaps(subscription):
+                    fresh = [m for m in messages if m.sequence >= position]
+                    position = max(position, messages[-1].sequence + 1)
+                    if fresh:
+                        yield fresh
+            except (*TRANSIENT, nats.errors.Error, _Gap) as error:
+                log.warning("nats: consumer %s on %s from %d: %r, rebuilding", durable, stream.name, position, error)
+                await self._clock.sleep(0.2)
+
+    async def _without_gaps(self, subscription: JetStreamContext.PullSubscription) -> AsyncIterator[list[Received]]:
+        expected = 1
+        async for messages in self._fetches(subscription, 256):
+            for index, received in enumerate(messages):
+                if received.delivery != expected:
+                    if index:
+                        yield messages[:index]
+                    raise _Gap(f"delivery {received.delivery} instead of {expected}")
+                expected += 1
+            yield messages
+
+    async def _forget(self, stream: str, durable: str) -> None:
         with contextlib.suppress(NotFoundError):
             await self.js.delete_consumer(stream, durable)
 
-    async def _fetches(self, subscription: JetStreamContext.PullSubscription, batch: int) -> AsyncIterator[list[Received]]:
+    async def _fetches(self, subscription: JetStreamContext.PullSubscription,
+                       batch: int) -> AsyncIterator[list[Received]]:
         num_empty = 0
         while not self.closed.is_set():
             try:
                 messages = await subscription.fetch(batch, timeout=FETCH_TIMEOUT_S)
                 num_empty = 0
-            except nats.errors.TimeoutError:
+            except TimeoutError:
                 messages = []
                 num_empty += 1
             if messages:
                 yield [_received(m) for m in messages]
-            elif num_empty >= 10:
+            elif num_empty >= 3:
                 await subscription.consumer_info()  # raises if the consumer is gone, which a fetch does not
                 num_empty = 0
 
@@ -232,12 +293,12 @@ class Bus:
             try:
                 info = await self.js.add_consumer(stream.name, config)
                 subscription = await self.js.pull_subscribe_bind(consumer=info.name, stream=stream.name)
-                async for messages in self._fetches(subscription, 256):
+                async for messages in self._without_gaps(subscription):
                     fresh = [m for m in messages if m.sequence >= position]
-                    position = messages[-1].sequence + 1
+                    position = max(position, messages[-1].sequence + 1)
                     if fresh:
                         yield fresh
-            except (*TRANSIENT, nats.errors.Error) as error:
+            except (*TRANSIENT, nats.errors.Error, _Gap) as error:
                 log.warning("nats: following %s from %d: %r, again", stream.name, position, error)
                 await self._clock.sleep(0.5)
 
@@ -257,5 +318,5 @@ class Bus:
 
 def _received(message: Msg) -> Received:
     meta = message.metadata
-    return Received(meta.stream, message.subject, meta.sequence.stream, meta.num_delivered, dict(message.headers or {}),
-                    message.data, message)
+    return Received(meta.stream, message.subject, meta.sequence.stream, meta.sequence.consumer, meta.num_delivered,
+                    dict(message.headers or {}), message.data, message)

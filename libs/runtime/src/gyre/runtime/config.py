@@ -183,6 +183,7 @@ class EvaluationConfig:
     executions_per_task: int = 1
     at_start: bool = True
     at_end: bool = True
+    baselines: tuple[str, ...] = ()  # command that prints {"do_nothing": x, "random": x, "oracle": x}
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +297,11 @@ def check_run(config: RunConfig) -> None:
     check_id(config.name, "name")
     _check_not_built(config)
     positive = {
-        "steps": config.steps, "cells.count": config.cells.count, "burst.steps_per_burst": config.burst.steps_per_burst,
+        "steps": config.steps, "cells.count": config.cells.count,
+        "burst.steps_per_burst": config.burst.steps_per_burst,
         "burst.groups_per_step": config.burst.groups_per_step, "reward.evaluators": config.reward.evaluators,
-        "burst.executions_per_group": config.burst.executions_per_group, "admission.max_paths": config.admission.max_paths,
+        "burst.executions_per_group": config.burst.executions_per_group,
+        "admission.max_paths": config.admission.max_paths,
         "engine.kv_tokens": config.engine.kv_tokens, "harness.timeout_s": config.harness.timeout_s,
         "sampling.temperature": config.sampling.temperature, "harness.max_concurrent": config.harness.max_concurrent,
     }
@@ -331,21 +334,24 @@ def _check_not_built(config: RunConfig) -> None:
         raise ConfigError(f"policy.lora_rank = {config.policy.lora_rank}: LoRA is not built yet; use 0")
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
-    if config.engine.backend in BACKENDS_NOT_BUILT:
-        raise ConfigError(f"engine.backend = {config.engine.backend!r}: not built yet; use auto, torch or scripted")
-    if config.engine.backend not in ("auto", "torch", "scripted"):
-        raise ConfigError(f"engine.backend = {config.engine.backend!r}: unknown; use auto, torch or scripted")
-    if config.cells.schedule in SCHEDULES_NOT_BUILT:
-        raise ConfigError(f"cells.schedule = {config.cells.schedule!r}: not built yet; use {', '.join(SCHEDULES)}")
-    if config.cells.schedule not in SCHEDULES:
-        raise ConfigError(f"cells.schedule = {config.cells.schedule!r}: unknown; use {', '.join(SCHEDULES)}")
+    _check_choice("engine.backend", config.engine.backend, ("auto", "torch", "scripted"), BACKENDS_NOT_BUILT)
+    _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")
     for key in ("kl_coefficient", "entropy_coefficient"):
         if getattr(config.loss, key):
             raise ConfigError(f"loss.{key}: not built yet; use 0")
+    if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
+        raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
+                          "distribution is not built yet; use top_p = 1.0 and top_k = 0")
     if config.engine.carry != "recompute":
         raise ConfigError(f"engine.carry = {config.engine.carry!r}: not built yet; use recompute")
+
+
+def _check_choice(key: str, value: str, built: tuple[str, ...], planned: tuple[str, ...]) -> None:
+    if value not in built:
+        state = "not built yet" if value in planned else "unknown"
+        raise ConfigError(f"{key} = {value!r}: {state}; use {' or '.join(built)}")
 
 
 def config_digest(config: RunConfig) -> str:

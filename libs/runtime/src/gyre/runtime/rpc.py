@@ -1,8 +1,8 @@
 """gRPC servers and clients: health and reflection, a deadline on every call, trace context in metadata.
 
-Errors map so: unusable argument INVALID_ARGUMENT, stale epoch or refused state FAILED_PRECONDITION, not now UNAVAILABLE,
-too much RESOURCE_EXHAUSTED. A client call without its own deadline gets the channel's default; a server refuses a
-call that has none, so that nothing waits for ever.
+Errors map so: unusable argument INVALID_ARGUMENT, stale epoch or refused state FAILED_PRECONDITION, not now
+UNAVAILABLE, too much RESOURCE_EXHAUSTED. A client call without its own deadline gets the channel's default; a server
+refuses a call that has none, so that nothing waits for ever.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-
 from gyre.runtime import telemetry
 
-_KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000),
-              ("grpc.keepalive_permit_without_calls", 1)]
-_SERVER = [*_KEEPALIVE, ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.so_reuseport", 0)]
-_CLIENT = [*_KEEPALIVE, ("grpc.min_reconnect_backoff_ms", 100), ("grpc.initial_reconnect_backoff_ms", 100),
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a prompt of a million token ids is 4 MB, gRPC's own limit
+_COMMON = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.keepalive_time_ms", 20_000),
+           ("grpc.keepalive_timeout_ms", 10_000), ("grpc.keepalive_permit_without_calls", 1)]
+_SERVER = [*_COMMON, ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.so_reuseport", 0)]
+_CLIENT = [*_COMMON, ("grpc.min_reconnect_backoff_ms", 100), ("grpc.initial_reconnect_backoff_ms", 100),
            ("grpc.max_reconnect_backoff_ms", 1000)]
 _EXEMPT = ("/grpc.health.", "/grpc.reflection.")
 
@@ -108,8 +108,8 @@ class _Defaults(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    async def intercept_unary_unary(self, continuation: Callable[..., Awaitable[Any]], details: grpc.aio.ClientCallDetails,
-                                    request: Any) -> Any:
+    async def intercept_unary_unary(self, continuation: Callable[..., Awaitable[Any]],
+                                    details: grpc.aio.ClientCallDetails, request: Any) -> Any:
         carrier = telemetry.inject()
         metadata = grpc.aio.Metadata(*(details.metadata or ()), *carrier.items()) if carrier else details.metadata
         timeout = self._timeout_s if details.timeout is None else details.timeout

@@ -48,6 +48,7 @@ CREATE TABLE IF NOT EXISTS journal (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, 
 CREATE TABLE IF NOT EXISTS applied (stream TEXT PRIMARY KEY, sequence INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS outbox (id INTEGER PRIMARY KEY, message_id TEXT UNIQUE NOT NULL, subject TEXT NOT NULL,
     headers BLOB NOT NULL, body BLOB, expected_empty INTEGER NOT NULL, sent INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS tries (what TEXT PRIMARY KEY, num INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS unsent ON outbox (id) WHERE sent = 0;
 """
 
@@ -66,10 +67,17 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
-    def is_new(self) -> bool:
-        """Whether nothing was ever committed here."""
-        count = "SELECT (SELECT COUNT(*) FROM applied) + (SELECT COUNT(*) FROM journal) + (SELECT COUNT(*) FROM snapshot)"
-        return self._db.execute(count).fetchone()[0] == 0
+    def note_start(self) -> bool:
+        """Note that the process runs; returns whether the one before it did not stop cleanly."""
+        return self.note_try("start") > 1
+
+    def note_clean_stop(self) -> None:
+        self._db.execute("DELETE FROM tries")
+
+    def note_try(self, what: str) -> int:
+        """Count a try of `what` and return how many there were since the last clean stop."""
+        self._db.execute("INSERT INTO tries VALUES (?, 1) ON CONFLICT (what) DO UPDATE SET num = num + 1", (what,))
+        return self._db.execute("SELECT num FROM tries WHERE what = ?", (what,)).fetchone()[0]
 
     def snapshot(self) -> bytes | None:
         row = self._db.execute("SELECT state FROM snapshot").fetchone()
@@ -94,7 +102,8 @@ class Store:
         try:
             db.executemany("INSERT INTO journal (kind, now, body) VALUES (?, ?, ?)",
                            [(r.kind, r.now, r.body) for r in commit.journal])
-            db.executemany("INSERT INTO applied VALUES (?, ?) ON CONFLICT (stream) DO UPDATE SET sequence = excluded.sequence",
+            db.executemany("INSERT INTO applied VALUES (?, ?) "
+                           "ON CONFLICT (stream) DO UPDATE SET sequence = excluded.sequence",
                            commit.applied.items())
             db.executemany("INSERT OR IGNORE INTO outbox (message_id, subject, headers, body, expected_empty) "
                            "VALUES (?, ?, ?, ?, ?)",
@@ -107,7 +116,8 @@ class Store:
     def save_snapshot(self, state: bytes) -> None:
         """Replace snapshot and journal by `state`."""
         self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("INSERT INTO snapshot VALUES (1, ?) ON CONFLICT (one) DO UPDATE SET state = excluded.state", (state,))
+        self._db.execute("INSERT INTO snapshot VALUES (1, ?) "
+                         "ON CONFLICT (one) DO UPDATE SET state = excluded.state", (state,))
         self._db.execute("DELETE FROM journal")
         self._db.execute("COMMIT")
 

@@ -22,7 +22,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class FileExporter(SpanExporter):
-    """One JSON object per span and line. A disk that is full loses spans, counted in `num_dropped`, and nothing else."""
+    """One JSON object per span and line. A full disk loses spans, counted in `num_dropped`, and nothing else."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

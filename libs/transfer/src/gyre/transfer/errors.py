@@ -1,8 +1,17 @@
 """What can go wrong in a transfer; every reader error leaves the destination arrays undefined."""
 
+from gyre.contracts.errors import TransferError
 
-class TransferError(Exception):
-    """Base of everything this library raises."""
+__all__ = [
+    "BackendUnavailable",
+    "ChecksumMismatch",
+    "DeadlineExceeded",
+    "LayoutMismatch",
+    "RegionUnknown",
+    "StaleGeneration",
+    "TornRead",
+    "TransferError",
+]
 
 
 class BackendUnavailable(TransferError):

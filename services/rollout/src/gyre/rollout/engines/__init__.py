@@ -1,0 +1,1 @@
+"""Engine backends behind one neutral contract (`gyre.rollout.engines.base`)."""

@@ -1,0 +1,295 @@
+"""The built-in engine: scheduler, runner and sampler driven from an asyncio loop.
+
+Small models run right in the loop, one iteration per turn: a thread would cost more in hand-overs than an iteration
+takes, and the gRPC server gets its turn after each. Large models run the model call in one worker thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from gyre.contracts.errors import EngineError
+from gyre.policy.checkpoint import state_digest
+from gyre.policy.config import PolicyConfig
+from gyre.policy.decoder import Decoder
+from gyre.rollout.engines.base import (
+    AdmissionClosed,
+    EventStream,
+    Finish,
+    GenerateRequest,
+    InvalidRequest,
+    LoadReport,
+    ProbeResult,
+    WeightsMismatch,
+)
+from gyre.rollout.torch_engine.probe import predictions_agree
+from gyre.rollout.torch_engine.runner import PagedKV, Runner
+from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
+from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+_MAX_TURNS = 64
+_IDLE_TURN_S = 0.0001
+
+
+@dataclass(frozen=True)
+class TorchEngineConfig:
+    """`dtype` and `device` of weights and cache; the log-softmax is float32 whatever they are.
+
+    `min_interval_s` is the shortest time between the starts of two iterations. A tiny model is through with a few
+    sequences before the next ones arrive, and an iteration costs it much the same with one sequence as with many: the
+    wait lets a batch gather and the gRPC server have its turns. Models that take longer anyway are not slowed.
+    From `thread_from_parameters` parameters on the model runs in a thread of its own.
+    """
+
+    scheduler: SchedulerConfig
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    min_interval_s: float = 0.004
+    thread_from_parameters: int = 4_000_000
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What is loaded. `checksum` is the announced one, `live_digest` that of the parameters as they are used."""
+
+    version: int
+    checksum: str
+    live_digest: str
+
+
+class TorchEngine:
+    """`gyre.rollout.engines.base.Engine` on plain PyTorch. Starts without weights and with admission closed."""
+
+    def __init__(self, policy: PolicyConfig, config: TorchEngineConfig) -> None:
+        self.failed = asyncio.Event()
+        self._policy = policy
+        self._config = config
+        self._scheduler = Scheduler(config.scheduler)
+        self._runner: Runner | None = None
+        self._offloaded: Decoder | None = None
+        self._weights = _Weights(-1, "", "")
+        self._admitting = self._verified = self._asleep = False
+        self._failure: str | None = None
+        self._boundary = asyncio.Lock()  # held while the model runs: whoever takes it stands between two tokens
+        self._work = asyncio.Event()
+        self._thread: ThreadPoolExecutor | None = None
+        self._driver: asyncio.Task[None] | None = None
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        """See `Engine.submit`."""
+        if not self._admitting:
+            raise AdmissionClosed(f"admission is closed: {self._why_closed()}")
+        ids = request.prompt_ids
+        if int(ids.min()) < 0 or int(ids.max()) >= self._policy.vocab_size:
+            raise InvalidRequest(f"prompt_ids: every id must be in 0..{self._policy.vocab_size - 1}")
+        stream = EventStream()
+        self._scheduler.add(request, stream)
+        if self._driver is None:
+            self._driver = asyncio.get_running_loop().create_task(self._drive(), name="torch-engine")
+            self._driver.add_done_callback(self._driver_ended)
+        self._work.set()
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """See `Engine.abort`."""
+        return self._scheduler.finish(request_id, Finish("abort"))
+
+    def pause(self) -> None:
+        """See `Engine.pause`."""
+        self._admitting = False
+
+    def resume(self) -> None:
+        """See `Engine.resume`."""
+        if self._asleep or not self._verified or self._failure is not None:
+            raise AdmissionClosed(f"admission stays closed: {self._why_closed()}")
+        self._admitting = True
+
+    async def load_weights(self, version: int, checksum: str, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Engine.load_weights`."""
+        decoder, weights = await asyncio.to_thread(self._prepare, version, checksum, state)
+        async with self._boundary:
+            if self._asleep:
+                raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
+            cache = self._new_cache() if self._runner is None else self._runner.cache
+            self._runner = Runner(decoder, cache)
+            self._weights = weights
+            self._verified = False
+            self._scheduler.swap(version)
+
+    async def sleep(self) -> int:
+        """See `Engine.sleep`. Weights wait in host memory; the cache is dropped."""
+        self._admitting = False
+        async with self._boundary:
+            if self._asleep:
+                return 0
+            self._asleep, self._verified = True, False
+            self._end_all(Finish("abort", "the engine sleeps"))
+            self._scheduler.swap(self._weights.version)
+            return self._offload()
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        async with self._boundary:
+            if not self._asleep:
+                return
+            self._asleep = False
+            if self._offloaded is not None:
+                self._runner = Runner(self._offloaded.to(self._config.device), self._new_cache())
+                self._offloaded = None
+
+    async def probe(self) -> ProbeResult:
+        """See `Engine.probe`."""
+        async with self._boundary:
+            weights, runner = self._weights, self._runner
+            if runner is None or self._asleep:
+                return ProbeResult(weights.version, weights.checksum, False, "no weights on the device")
+            detail = await asyncio.to_thread(_check, runner, weights.live_digest, self._config.scheduler.block_size)
+            self._verified = detail == ""
+            if not self._verified:
+                self._admitting = False
+        return ProbeResult(weights.version, weights.checksum, self._verified, detail)
+
+    def load_report(self) -> LoadReport:
+        """See `Engine.load_report`."""
+        scheduler = self._scheduler
+        size = self._config.scheduler.block_size
+        return LoadReport(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_tokens_free=0 if self._asleep else scheduler.pool.num_available * size,
+            kv_tokens_total=scheduler.pool.num_blocks * size,
+            version=self._weights.version,
+            asleep=self._asleep,
+            admitting=self._admitting,
+            num_tokens_sampled=scheduler.num_sampled,
+            num_tokens_prefilled=scheduler.num_prefilled,
+            num_tokens_reused=scheduler.num_reused,
+            num_preempted=scheduler.num_preempted,
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self._admitting = False
+        self._end_all(Finish("abort", "the engine is closing"))
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait([self._driver])
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    async def _drive(self) -> None:
+        """The main loop: schedule, run, commit."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._work.clear()
+            while self._scheduler.has_work:
+                due = loop.time() + self._config.min_interval_s
+                async with self._boundary:
+                    await self._iterate()
+                await _give_way(loop, due)
+            await self._work.wait()
+
+    async def _iterate(self) -> None:
+        batch = self._scheduler.schedule()
+        if batch is None:
+            return
+        rows = self._scheduler.sampling_rows(batch)
+        if self._thread is None:
+            sampled = self._model_call(batch, rows)
+        else:
+            loop = asyncio.get_running_loop()
+            sampled = await loop.run_in_executor(self._thread, self._model_call, batch, rows)
+        self._scheduler.commit(batch, sampled)
+
+    def _model_call(self, batch: Batch, rows: SamplingRows) -> Sampled:
+        assert self._runner is not None
+        logits_RV = self._runner.run(batch, self._scheduler.slots)
+        return sample(logits_RV, rows) if batch.yields else Sampled([], [], [])
+
+    def _prepare(
+        self, version: int, checksum: str, state: Mapping[str, torch.Tensor]
+    ) -> tuple[Decoder, _Weights]:
+        """Verifies what arrived and builds a second decoder; the one in use is not touched."""
+        found = state_digest(state)
+        if found != checksum:
+            raise WeightsMismatch(f"checksum: weights {version} digest to {found}, announced was {checksum}")
+        try:
+            decoder = Decoder.from_state(self._policy, state)
+        except ValueError as error:
+            raise WeightsMismatch(f"weights {version}: {error}") from error
+        decoder = decoder.requires_grad_(False).to(device=self._config.device, dtype=self._config.dtype)
+        return decoder, _Weights(version, checksum, state_digest(decoder.state_dict()))
+
+    def _new_cache(self) -> PagedKV:
+        config = self._config
+        if self._thread is None and _num_parameters(self._policy) >= config.thread_from_parameters:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-model")
+        pool = self._scheduler.pool
+        return PagedKV(self._policy, pool.num_blocks, pool.block_size, config.dtype, config.device)
+
+    def _offload(self) -> int:
+        if self._runner is None:
+            return 0
+        freed = self._runner.cache.num_bytes
+        on_device = self._config.device.type != "cpu"
+        if on_device:
+            freed += sum(p.numel() * p.element_size() for p in self._runner.decoder.parameters())
+        self._offloaded, self._runner = self._runner.decoder.to("cpu"), None
+        if on_device:
+            torch.cuda.empty_cache()
+        return freed
+
+    def _end_all(self, finish: Finish) -> None:
+        for sequence in self._scheduler.sequences:
+            self._scheduler.finish(sequence.request.request_id, finish)
+
+    def _driver_ended(self, task: asyncio.Task[None]) -> None:
+        """A failed model call ends every request with its reason instead of leaving readers to wait."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failure = f"{type(error).__name__}: {error}"
+            log.error("the engine failed", exc_info=error)
+            self._admitting = self._verified = False
+            self._end_all(Finish("error", self._failure))
+            self.failed.set()
+
+    def _why_closed(self) -> str:
+        if self._failure is not None:
+            return f"the engine failed ({self._failure})"
+        if self._asleep:
+            return "the engine sleeps"
+        return "it is paused" if self._verified else "its weights have not been probed"
+
+
+async def _give_way(loop: asyncio.AbstractEventLoop, due: float) -> None:
+    """Waits until `due`, then on as long as the loop has other things to do.
+
+    A request needs several turns of the loop from its first byte to the queue; were each turn to cost an iteration,
+    it would miss the batch it could have been part of, and everyone's latency would be many times what it has to be.
+    """
+    await asyncio.sleep(max(0.0, due - loop.time()))
+    for _ in range(_MAX_TURNS):
+        before = loop.time()
+        await asyncio.sleep(0)
+        if loop.time() - before < _IDLE_TURN_S:
+            return
+
+
+def _num_parameters(policy: PolicyConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Decoder(policy).parameters())
+
+
+def _check(runner: Runner, live_digest: str, block_size: int) -> str:
+    """What is wrong with the live weights; empty if nothing is."""
+    found = state_digest(runner.decoder.state_dict())
+    if found != live_digest:
+        return f"live weights digest to {found}, loaded were {live_digest}"
+    return predictions_agree(runner.decoder, block_size)

@@ -1,0 +1,101 @@
+"""The life of one execution, pure: every dispatched execution ends exactly once, whatever dies meanwhile.
+
+    dispatched -> starting -> running -> ending -> preserving -> terminated
+                     |           |                    ^
+                     |           +-- exits by itself -+
+                     +-- cannot be started -> terminated (dropped)
+
+`ending`: a limit fired and the harness is being killed. The ending that is reported is that of the first limit, or how
+the harness exited if none fired before it did.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gyre.contracts.events import Ending, ExecutionSpec, Purpose
+from gyre.rollout.local import Limit, ProcessExited
+
+Phase = Literal["dispatched", "starting", "running", "ending", "preserving"]
+MAX_STARTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One execution that has not terminated. Times are seconds since the epoch."""
+
+    spec: ExecutionSpec
+    group: str
+    query: str
+    task: str
+    purpose: Purpose
+    version: int
+    phase: Phase = "dispatched"
+    starting_at: float = 0.0
+    started_at: float = 0.0
+    num_starts: int = 0
+    num_calls: int = 0
+    stall_s: float = 0.0
+    pid: int = 0
+    limit: Limit | Literal[""] = ""
+    exit_code: int | None = None
+    ending: Ending = "finished"
+    reason: str = ""
+    num_errors: int = 0
+    ended_at: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.spec.execution
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether a call that finishes now counts."""
+        return self.phase in ("starting", "running")
+
+
+def starting(execution: Execution, now: float) -> Execution:
+    """A start is under way; the overall timeout counts from the first one."""
+    first = execution.starting_at or now
+    return replace(execution, phase="starting", starting_at=first, num_starts=execution.num_starts + 1)
+
+
+def running(execution: Execution, pid: int, now: float) -> Execution:
+    """The harness runs. An execution that a limit hit while it started stays `ending`."""
+    if execution.phase != "starting":
+        return execution
+    return replace(execution, phase="running", pid=pid, started_at=now)
+
+
+def called(execution: Execution, stall_s: float) -> Execution:
+    """One more call is recorded."""
+    return replace(execution, num_calls=execution.num_calls + 1, stall_s=execution.stall_s + stall_s)
+
+
+def limited(execution: Execution, limit: Limit) -> Execution | None:
+    """The execution that is to be killed because of `limit`; None if it ends or waits already."""
+    if execution.phase not in ("starting", "running"):
+        return None
+    ending: Ending = "dropped" if limit == "overall_timeout" else "timed_out"
+    return replace(execution, phase="ending", limit=limit, ending=ending)
+
+
+def exited(execution: Execution, event: ProcessExited, now: float) -> Execution | None:
+    """The execution once its harness is gone; None if that was known."""
+    if execution.phase not in ("starting", "running", "ending"):
+        return None
+    execution = replace(execution, exit_code=event.exit_code, num_errors=event.num_errors, ended_at=now,
+                        reason=event.reason)
+    if execution.phase != "ending":
+        execution = replace(execution, ending="finished" if event.exit_code == 0 else "failed")
+    return replace(execution, phase="preserving")
+
+
+def due_limit(execution: Execution, now: float, stall_s: float) -> Limit | None:
+    """The limit that has been reached. `stall_s`: time without an admitting engine, which the harness gets back."""
+    if execution.phase not in ("starting", "running"):
+        return None
+    if now - execution.starting_at >= execution.spec.overall_timeout_s:
+        return "overall_timeout"
+    if execution.phase == "running" and now - execution.started_at - stall_s >= execution.spec.timeout_s:
+        return "harness_timeout"
+    return None

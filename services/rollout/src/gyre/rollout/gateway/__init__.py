@@ -1,0 +1,1 @@
+"""What a harness talks to: dialects, sessions, rendering, call records."""

@@ -1,0 +1,171 @@
+"""The gateway's HTTP surface: routes only. An ASGI application, because a call must cost little.
+
+A harness that disconnects does not end its call: it may retry and is then owed the same answer.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from gyre.rollout.gateway.calls import Calls, Evidence
+from gyre.rollout.gateway.dialects import chat
+from gyre.rollout.gateway.messages import CallRefused
+from gyre.rollout.gateway.session import PendingCall, Session, Sessions
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = dict[bytes, bytes]
+
+JSON = [(b"content-type", b"application/json")]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+          (b"x-accel-buffering", b"no")]
+KEEPALIVE_S = 15.0
+KEEPALIVE = b": keepalive\n\n"
+SERVED = ("POST /v1/chat/completions", "GET /v1/models", "GET /health")
+ROLE_CLASSES = ("main", "main-summary", "sub-agent", "sub-agent-summary")
+
+
+class GatewayApp:
+    """The ASGI application."""
+
+    def __init__(self, sessions: Sessions, calls: Calls, limits: chat.Limits) -> None:
+        self._sessions = sessions
+        self._calls = calls
+        self._limits = limits
+        self._routes = {("POST", "/v1/chat/completions"): self._chat, ("GET", "/v1/models"): self._models}
+        for path in ("/", "/health", "/v1"):
+            for method in ("GET", "HEAD"):
+                self._routes[(method, path)] = self._health
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        method, path = scope["method"], scope["path"].rstrip("/") or "/"
+        handler = self._routes.get((method, path))
+        try:
+            if handler is None:
+                raise self._unserved(method, path)
+            await handler(dict(scope["headers"]), receive, send)
+        except CallRefused as error:
+            await _respond(send, error.status, chat.error_body(error))
+
+    def _unserved(self, method: str, path: str) -> CallRefused:
+        served = ", ".join(SERVED)
+        if any(known == path for _, known in self._routes):
+            return CallRefused(405, f"{method} {path}: served are {served}")
+        if path.startswith("/v1/"):
+            return CallRefused(501, f"{method} {path} is not served yet; served are {served}", "not_implemented_error",
+                               "not_implemented")
+        return CallRefused(404, f"{method} {path}: served are {served}", code="not_found")
+
+    # ------------------------------------------------------------ routes
+
+    async def _health(self, headers: Headers, receive: Receive, send: Send) -> None:
+        await _respond(send, 200, msgspec.json.encode({"status": "ok", "executions": len(self._sessions)}))
+
+    async def _models(self, headers: Headers, receive: Receive, send: Send) -> None:
+        self._session(headers)
+        settings = self._calls.settings
+        await _respond(send, 200, chat.models_body(settings.model, settings.max_context))
+
+    async def _chat(self, headers: Headers, receive: Receive, send: Send) -> None:
+        session = self._session(headers)
+        try:
+            request = chat.parse(await _body(headers, receive, self._limits.max_body_bytes), self._limits)
+            key, pending = self._calls.start(session, request, _evidence(headers))
+        except CallRefused:
+            session.num_errors += 1
+            raise
+        gone = asyncio.ensure_future(receive())
+        try:
+            if request.stream:
+                await self._stream(pending, request.include_usage, send)
+            else:
+                answer = await asyncio.shield(pending.result)
+                await _respond(send, 200, chat.completion(answer, self._calls.settings.model))
+            _delivered(session, key, pending, gone)
+        finally:
+            gone.cancel()
+
+    async def _stream(self, pending: PendingCall, include_usage: bool, send: Send) -> None:
+        """The answer as server-sent events; an error becomes the status before the first one and an event after it."""
+        model, num_shown, started = self._calls.settings.model, 0, False
+        while not pending.result.done():
+            text = await _growth(pending, num_shown)
+            if not text and pending.result.done():
+                break
+            if not started:
+                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                started = True
+            event = chat.text_event(pending.answer_id, pending.created, model, text, num_shown == 0)
+            num_shown += len(text)
+            await send({"type": "http.response.body", "body": event if text else KEEPALIVE, "more_body": True})
+        error = pending.result.exception()
+        if error is not None and not started:
+            raise error
+        if not started:
+            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        if isinstance(error, CallRefused):
+            end = chat.error_events(error)
+        else:
+            end = chat.final_events(pending.result.result(), model, num_shown, include_usage)
+        await send({"type": "http.response.body", "body": end})
+
+    def _session(self, headers: Headers) -> Session:
+        return self._sessions.authenticate(headers.get(b"authorization", b"").decode("latin-1"))
+
+
+def _delivered(session: Session, key: bytes, pending: PendingCall, gone: asyncio.Future[dict[str, Any]]) -> None:
+    """Note that the answer reached its connection, unless that was lost before the last byte was sent."""
+    failed = pending.result.done() and pending.result.exception() is not None
+    lost = gone.done() and not gone.cancelled() and gone.result()["type"] == "http.disconnect"
+    if not failed and not lost:
+        session.delivered(key)
+
+
+async def _growth(pending: PendingCall, num_shown: int) -> str:
+    """More text, or nothing after a while or at the end."""
+    try:
+        return await asyncio.wait_for(pending.growth(num_shown), KEEPALIVE_S)
+    except TimeoutError:
+        return ""
+
+
+def _evidence(headers: Headers) -> Evidence:
+    role_class = headers.get(b"x-gyre-role-class", b"main").decode("latin-1")
+    if role_class not in ROLE_CLASSES:
+        raise CallRefused(400, f"X-Gyre-Role-Class: {role_class!r}; use one of {', '.join(ROLE_CLASSES)}")
+    lineage = headers.get(b"x-gyre-lineage", b"main").decode("latin-1")[:64]
+    is_retry = headers.get(b"x-stainless-retry-count", b"0").strip() not in (b"0", b"")
+    return Evidence(role_class, lineage, is_retry)  # type: ignore[arg-type]
+
+
+async def _body(headers: Headers, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises CallRefused: 413 if it passes `limit` bytes, 415 if it is compressed."""
+    if headers.get(b"content-encoding", b"identity") != b"identity":
+        raise CallRefused(415, "Content-Encoding: compressed bodies are not served")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > limit:
+        raise CallRefused(413, f"body: {int(length)} bytes, at most {limit}", code="request_too_large")
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallRefused(400, "body: the connection was lost")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise CallRefused(413, f"body: at most {limit} bytes", code="request_too_large")
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _respond(send: Send, status: int, body: bytes) -> None:
+    headers = [*JSON, (b"content-length", str(len(body)).encode())]
+    if status == 429:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,1 @@
+"""How a harness is started, adopted, limited and killed."""

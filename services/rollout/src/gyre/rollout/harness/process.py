@@ -1,0 +1,205 @@
+"""Harnesses as local processes under `shim.sh`, with or without a bubblewrap sandbox around them.
+
+Everything a later executor needs lies in the execution's directory: `run/started`, `run/pid`, `run/exit`.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from gyre.contracts.errors import HarnessError, SandboxError
+from gyre.rollout.harness.base import Exit, Launch
+
+SHIM = Path(__file__).with_name("shim.sh")
+_BLOCK = 512
+_START_TIMEOUT_S = 10.0
+EXECUTION_VARIABLE = "GYRE_EXECUTION"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSettings:
+    """`bwrap` is the program, empty for none. `hidden` directories look empty from inside."""
+
+    bwrap: str = ""
+    hidden: tuple[Path, ...] = ()
+    max_file_bytes: int = 1024 * 1024 * 1024
+
+
+def find_bwrap(wish: str, allow_unsandboxed: bool, shipped_example: bool) -> str:
+    """The bubblewrap program that `wish` (auto | bwrap | none) leads to; empty for no sandbox.
+
+    Raises:
+        SandboxError: a sandbox is needed and there is none.
+    """
+    program = "" if wish == "none" else (shutil.which("bwrap") or "")
+    if program and _works(program):
+        return program
+    if wish == "bwrap":
+        raise SandboxError("harness.sandbox = 'bwrap': bubblewrap is missing or cannot make namespaces here")
+    if not (allow_unsandboxed or shipped_example):
+        raise SandboxError("no sandbox for the harness: install bubblewrap, or set allow_unsandboxed = true in the "
+                           "deployment if you trust the harness and what the policy makes it do")
+    return ""
+
+
+def _works(program: str) -> bool:
+    try:
+        probe = subprocess.run([program, "--ro-bind", "/", "/", "--unshare-pid", "--proc", "/proc", "true"],
+                               capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return probe.returncode == 0
+
+
+class ProcessHarness:
+    """`Harness` over local processes."""
+
+    def __init__(self, sandbox: SandboxSettings) -> None:
+        self._sandbox = sandbox
+        self._children: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def start(self, launch: Launch) -> int:
+        """See `Harness.start`."""
+        run = launch.home / "run"
+        for name in ("run", "home", "tmp"):
+            (launch.home / name).mkdir(parents=True, exist_ok=True)
+        if not self.was_started(launch.home):
+            self._spawn(launch, run)
+        return self._pid(run)
+
+    def _spawn(self, launch: Launch, run: Path) -> None:
+        blocks = str(self._sandbox.max_file_bytes // _BLOCK)
+        command = ["/bin/sh", str(SHIM), str(run), blocks, *self._wrap(launch)]
+        try:
+            with (run / "harness.log").open("ab") as log:
+                self._children[launch.home] = subprocess.Popen(
+                    command, cwd=launch.workspace, env=dict(launch.environment), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log, start_new_session=True)
+        except OSError as error:
+            raise HarnessError(f"{launch.execution}: cannot start {launch.command[0]!r}: {error}") from error
+
+    def _wrap(self, launch: Launch) -> list[str]:
+        """The command, inside bubblewrap if there is one: own pids, read-only root, only its own directories."""
+        if not self._sandbox.bwrap:
+            return list(launch.command)
+        arguments = [self._sandbox.bwrap, "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts",
+                     "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+        for directory in self._sandbox.hidden:
+            arguments += ["--tmpfs", str(directory)]
+        arguments += ["--ro-bind", str(launch.home / "input"), str(launch.home / "input")]
+        for name in ("workspace", "home", "tmp"):
+            arguments += ["--bind", str(launch.home / name), str(launch.home / name)]
+        return [*arguments, "--chdir", str(launch.workspace), "--", *launch.command]
+
+    def _pid(self, run: Path) -> int:
+        """The shim's pid, which it writes as its first act."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return int((run / "pid").read_text())
+            if time.monotonic() > deadline:
+                raise HarnessError(f"{run}: the shim did not come up within {_START_TIMEOUT_S} s")
+            time.sleep(0.001)
+
+    def was_started(self, home: Path) -> bool:
+        """See `Harness.was_started`."""
+        return (home / "run" / "started").exists()
+
+    def ended(self, home: Path) -> Exit | None:
+        """See `Harness.ended`."""
+        child = self._children.get(home)
+        if child is not None:
+            if child.poll() is None:
+                return None
+            del self._children[home]
+        try:
+            return Exit(int((home / "run" / "exit").read_text()))
+        except FileNotFoundError:
+            pass
+        if self._shim_lives(home):
+            return None
+        # It may have written its last word between the two looks.
+        with contextlib.suppress(FileNotFoundError):
+            return Exit(int((home / "run" / "exit").read_text()))
+        return Exit(None, "the shim is gone without a word")
+
+    def _shim_lives(self, home: Path) -> bool:
+        """Whether the pid is that of this directory's shim; a pid that was given to another process does not count."""
+        if home in self._children:
+            return True
+        try:
+            pid = int((home / "run" / "pid").read_text())
+            return str(home / "run") in psutil.Process(pid).cmdline()
+        except (FileNotFoundError, psutil.Error):
+            return False
+
+    def kill(self, execution: str, home: Path, force: bool) -> int:
+        """See `Harness.kill`. The shim itself is spared, so that it can say how the harness ended."""
+        victims = list(_processes_of(execution, self._shim_pid(home)))
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL if force else signal.SIGTERM)
+        return len(victims)
+
+    def _shim_pid(self, home: Path) -> int:
+        try:
+            return int((home / "run" / "pid").read_text())
+        except FileNotFoundError:
+            return -1
+
+
+def _processes_of(execution: str, shim: int) -> Iterator[int]:
+    """Everything an execution started: the shim's session, its descendants, and whoever carries its environment.
+
+    Daemons that left both session and parent behind are found by their environment.
+    """
+    table = dict(_process_table())
+    members = {pid for pid, (_, session) in table.items() if session == shim and shim > 0}
+    grown = True
+    while grown:
+        children = {pid for pid, (parent, _) in table.items() if parent in members} - members
+        members |= children
+        grown = bool(children)
+    marker = f"{EXECUTION_VARIABLE}={execution}".encode()
+    for pid in table:
+        if pid != shim and pid != os.getpid() and (pid in members or marker in _environment(pid)):
+            yield pid
+
+
+def _process_table() -> Iterator[tuple[int, tuple[int, int]]]:
+    """(pid, (parent, session)) of every process; zombies are left out."""
+    proc = Path("/proc")
+    if not (proc / "self/stat").exists():
+        yield from _process_table_psutil()
+        return
+    with os.scandir(proc) as entries:
+        pids = [entry.name for entry in entries if entry.name.isdigit()]
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = (proc / pid / "stat").read_bytes().rpartition(b")")[2].split()
+            if fields[0] != b"Z":
+                yield int(pid), (int(fields[1]), int(fields[3]))
+
+
+def _process_table_psutil() -> Iterator[tuple[int, tuple[int, int]]]:
+    for process in psutil.process_iter(["pid", "ppid", "status"]):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE:
+                yield process.info["pid"], (process.info["ppid"] or 0, os.getsid(process.info["pid"]))
+
+
+def _environment(pid: int) -> Sequence[bytes]:
+    if Path("/proc/self/environ").exists():
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return []
+    with contextlib.suppress(psutil.Error):
+        return [f"{k}={v}".encode() for k, v in psutil.Process(pid).environ().items()]
+    return []

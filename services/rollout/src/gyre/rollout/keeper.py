@@ -1,0 +1,119 @@
+"""Brings one cell's engine to what the core wants, and keeps it there.
+
+Level-triggered: it compares what is wanted with what the engine says of itself, again and again, so an engine that was
+killed and came back, or a service that was, needs no special path.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from gyre.contracts.errors import EngineError
+from gyre.contracts.events import WeightsPublished
+from gyre.rollout.engine_client import Observed
+from gyre.rollout.local import EngineAsleep, EngineServing, SettleCell
+from gyre.rollout.router import EngineGone, Router
+from gyre.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+class EngineControl(Protocol):
+    """The commands and queries of an engine. All raise EngineGone if it cannot be reached."""
+
+    async def observe(self) -> Observed: ...
+
+    async def set_admission(self, open_: bool) -> None: ...
+
+    async def sleep(self, epoch: int) -> None: ...
+
+    async def wake(self, epoch: int, weights: WeightsPublished) -> tuple[int, str]: ...
+
+    async def load(self, weights: WeightsPublished) -> tuple[int, str]: ...
+
+    async def probe(self) -> tuple[int, str, bool]: ...
+
+
+Post = Callable[[Any], Awaitable[None]]
+
+
+class Keeper:
+    """Keeps one cell. `settle` gives it what is wanted; `run` does the rest."""
+
+    def __init__(self, cell: int, engine: EngineControl, router: Router, post: Post, clock: Clock,
+                 check_s: float = 1.0, drain_timeout_s: float = 60.0) -> None:
+        self.cell = cell
+        self.observed: Observed | None = None
+        self._engine, self._router, self._post, self._clock = engine, router, post, clock
+        self._check_s, self._drain_timeout_s = check_s, drain_timeout_s
+        self._wanted: SettleCell | None = None
+        self._said: tuple[int, int] | None = None  # (epoch, version) that was reported; version -1: asleep
+        self._wake = asyncio.Event()
+
+    def settle(self, wanted: SettleCell) -> None:
+        """This is what the cell's engine is to do from now on. Admission stops at once if it is to sleep."""
+        self._wanted = wanted
+        if not wanted.serve:
+            self._router.set_admitting(self.cell, False)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Compare and correct, for ever."""
+        while True:
+            try:
+                await self.check()
+            except EngineError as error:
+                log.info("cell %d: %s", self.cell, error)
+                self.observed = None
+                if isinstance(error, EngineGone):
+                    self._router.set_admitting(self.cell, False)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until something new is wanted or the next check is due."""
+        try:
+            await asyncio.wait_for(self._wake.wait(), self._check_s)
+        except TimeoutError:
+            return
+
+    async def check(self) -> None:
+        """One comparison and what follows from it. Raises EngineError."""
+        self._wake.clear()
+        self.observed = await self._engine.observe()
+        wanted = self._wanted
+        if wanted is None:
+            return
+        if not wanted.serve:
+            await self._put_to_sleep(wanted, self.observed)
+        elif wanted.weights is not None:
+            await self._serve(wanted, wanted.weights, self.observed)
+
+    async def _put_to_sleep(self, wanted: SettleCell, observed: Observed) -> None:
+        if self._said == (wanted.epoch, -1) and observed.asleep:
+            return
+        num_moved = num_replayed = 0
+        if not observed.asleep:
+            await self._engine.set_admission(False)
+            num_moved, num_replayed = await self._router.drain(self.cell, self._drain_timeout_s)
+        # Also when it sleeps already: the epoch is new, and the lock has to be free under it.
+        await self._engine.sleep(wanted.epoch)
+        self._said = (wanted.epoch, -1)
+        await self._post(EngineAsleep(self.cell, wanted.epoch, num_moved, num_replayed))
+
+    async def _serve(self, wanted: SettleCell, weights: WeightsPublished, observed: Observed) -> None:
+        version, checksum = observed.version, weights.checksum
+        if observed.asleep or self._said is None:
+            version, checksum = await self._engine.wake(wanted.epoch, weights)
+        elif observed.version != weights.version:
+            version, checksum = await self._engine.load(weights)
+        elif not observed.admitting:
+            await self._engine.set_admission(True)
+        if version != weights.version or checksum != weights.checksum:
+            raise EngineError(f"serves version {version} ({checksum}), wanted {weights.version} ({weights.checksum})")
+        if self._wanted is not wanted:
+            return
+        self._router.set_admitting(self.cell, True)
+        if self._said != (wanted.epoch, version):
+            self._said = (wanted.epoch, version)
+            await self._post(EngineServing(self.cell, wanted.epoch, version, checksum))

@@ -1,0 +1,139 @@
+"""What the rollout core is told by its own shell (local events, journalled) and what it asks of it (effects)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gyre.contracts.events import BlobRef, CallRecorded, ExecutionSpec, Purpose, WeightsPublished
+
+Limit = Literal["harness_timeout", "overall_timeout", "calls"]
+
+# ---------------------------------------------------------------- local events
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessStarted:
+    """The harness process runs; `pid` is that of its shim."""
+
+    execution: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessNotStarted:
+    """The harness could not be started; nothing of it runs."""
+
+    execution: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallFinished:
+    """A call is archived and may be published. `stall_s`: how long it waited while no engine admitted."""
+
+    record: CallRecorded
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFired:
+    """A limit of the execution was reached."""
+
+    execution: str
+    limit: Limit
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """The harness and everything it started is gone. `exit_code` None: nobody knows how; `reason` says why."""
+
+    execution: str
+    exit_code: int | None
+    num_errors: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspacePreserved:
+    """The workspace is in the blob store, or cannot be (`snapshot` None). `reason` also names what was left out."""
+
+    execution: str
+    snapshot: BlobRef | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAsleep:
+    """The cell's engine sleeps under `epoch`; its calls were moved or replayed."""
+
+    cell: int
+    epoch: int
+    num_moved: int
+    num_replayed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineServing:
+    """The cell's engine serves `version` under `epoch`, verified and probed, admission open."""
+
+    cell: int
+    epoch: int
+    version: int
+    checksum: str
+
+
+LOCAL_EVENTS: tuple[type, ...] = (HarnessStarted, HarnessNotStarted, CallFinished, LimitFired, ProcessExited,
+                                  WorkspacePreserved, EngineAsleep, EngineServing)
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class StartHarness:
+    """Open the session, materialise the workspace and start the harness, or adopt one that runs already.
+
+    `is_running`: it was running before a restart; if nothing of it is left, that is its end and not a reason to start.
+    """
+
+    execution: str
+    group: str
+    task: str
+    purpose: Purpose
+    spec: ExecutionSpec
+    is_running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KillHarness:
+    """Close the session and end everything the harness started; then report `ProcessExited`."""
+
+    execution: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreserveWorkspace:
+    """Close the session, pack the workspace into the blob store, report `WorkspacePreserved`."""
+
+    execution: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardExecution:
+    """The execution has terminated: forget its session, archive, processes and directory."""
+
+    execution: str
+
+
+@dataclass(frozen=True, slots=True)
+class SettleCell:
+    """Bring the cell's engine to what is wanted and keep it there: asleep, or serving `weights`.
+
+    `weights` None with `serve` True: the weights of the assigned version are not published yet, so wait.
+    """
+
+    cell: int
+    epoch: int
+    serve: bool
+    weights: WeightsPublished | None = None
+
+
+Effect = StartHarness | KillHarness | PreserveWorkspace | DiscardExecution | SettleCell

@@ -1,0 +1,179 @@
+"""The model call: packed tokens of one batch through the decoder over a paged KV cache.
+
+Axes: T packed tokens, B rows, N queries of a row (padded), S keys of a row (padded), H query heads, K key/value heads,
+G = H / K, D head size, M blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gyre.policy.config import PolicyConfig
+from gyre.policy.decoder import Decoder
+from gyre.rollout.torch_engine.scheduler import Batch, Slots
+
+_MIN_KEYS = 256  # rows whose contexts are all below this are never split into several attention calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that attend in one call because their query counts and contexts are alike.
+
+    `queries_BN` index the packed tokens (None: row b's only query is token b), `kept_P` are the places in the flattened
+    result that are real, `tokens_P` the packed tokens they belong to. `mask` is additive, [B, 1, N, S].
+    """
+
+    blocks_M: torch.Tensor
+    mask: torch.Tensor
+    queries_BN: torch.Tensor | None
+    kept_P: torch.Tensor | None
+    tokens_P: torch.Tensor | None
+
+
+class PagedKV:
+    """Keys and values of all layers: one tensor per layer, [num_blocks, block_size, 2, K, D]."""
+
+    def __init__(
+        self, config: PolicyConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
+        # zeros, not empty: a masked key has weight 0, and 0 * NaN would spoil the row
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.block_size = block_size
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return sum(t.numel() * t.element_size() for t in (*self.layers, self._scratch))
+
+    def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        """Stores the keys and values of T tokens at their places (block * block_size + offset)."""
+        self.layers[layer].flatten(0, 1).index_copy_(0, slots_T, torch.stack((k_TKD, v_TKD), dim=1))
+
+    def gather(self, layer: int, blocks_M: torch.Tensor) -> torch.Tensor:
+        """Blocks M of a layer as one tensor [M, block_size, 2, K, D], in memory that the next call reuses.
+
+        Fresh memory for every call costs more than the copy itself on a CPU (page faults).
+        """
+        source = self.layers[layer]
+        size = blocks_M.shape[0] * source[0].numel()
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=source.dtype, device=source.device)
+        out = self._scratch[:size].view(blocks_M.shape[0], *source.shape[1:])
+        return torch.index_select(source, 0, blocks_M, out=out)
+
+
+class PagedAttention:
+    """Attention of one batch: writes the new keys and values, then attends group by group."""
+
+    def __init__(self, cache: PagedKV, slots_T: torch.Tensor, groups: list[_Group]) -> None:
+        self._cache = cache
+        self._slots_T = slots_T
+        self._groups = groups
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        self._cache.write(layer, self._slots_T, k_TKD, v_TKD)
+        if len(self._groups) == 1 and self._groups[0].queries_BN is None:
+            return self._attend(self._groups[0], layer, q_THD.unsqueeze(1)).squeeze(1)
+        out_THD = torch.empty_like(q_THD)
+        for group in self._groups:
+            assert group.queries_BN is not None and group.kept_P is not None and group.tokens_P is not None
+            out_BNHD = self._attend(group, layer, q_THD[group.queries_BN])
+            out_THD.index_copy_(0, group.tokens_P, out_BNHD.flatten(0, 1).index_select(0, group.kept_P))
+        return out_THD
+
+    def _attend(self, group: _Group, layer: int, q_BNHD: torch.Tensor) -> torch.Tensor:
+        """A decode lays the heads that share a key head along the query axis, so that no key is ever repeated."""
+        kv = self._cache.gather(layer, group.blocks_M)
+        num_kv_heads, head_dim = kv.shape[3], kv.shape[4]
+        rows, num_heads = q_BNHD.shape[0], q_BNHD.shape[2]
+        k_BKSD, v_BKSD = kv.view(rows, -1, 2, num_kv_heads, head_dim).transpose(1, 3).unbind(2)
+        if q_BNHD.shape[1] == 1:
+            q_BKGD = q_BNHD.view(rows, num_kv_heads, -1, head_dim)
+            out = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=group.mask)
+            return out.reshape(rows, 1, num_heads, head_dim)
+        q_BHND, gqa = q_BNHD.transpose(1, 2), num_heads != num_kv_heads
+        out = F.scaled_dot_product_attention(q_BHND, k_BKSD, v_BKSD, attn_mask=group.mask, enable_gqa=gqa)
+        return out.transpose(1, 2)
+
+
+class Runner:
+    """Decoder and cache on one device. `run` is the only thing that touches the model."""
+
+    def __init__(self, decoder: Decoder, cache: PagedKV) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self._device = decoder.model.norm.weight.device
+        self._dtype = decoder.model.norm.weight.dtype
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, slots: Slots) -> torch.Tensor:
+        """Computes the batch's tokens and returns logits_RV of the rows that yield, in order."""
+        counts_B = np.array(batch.counts)
+        starts_B = np.array(batch.starts)
+        table_BM = slots.table[batch.slots]
+        ends_B = counts_B.cumsum()
+        ids_T = _packed_ids(batch)
+        positions_T = np.arange(ends_B[-1]) + np.repeat(starts_B - (ends_B - counts_B), counts_B)
+        size = self.cache.block_size
+        rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
+        slots_T = table_BM[rows_T, positions_T // size] * size + positions_T % size
+        attention = PagedAttention(self.cache, self._tensor(slots_T), self._groups(counts_B, starts_B, table_BM))
+        hidden_TE = self.decoder(self._tensor(ids_T), self._tensor(positions_T), attention)
+        last_R = ends_B[batch.yields] - 1
+        if len(last_R) < len(ids_T):
+            hidden_TE = hidden_TE.index_select(0, self._tensor(last_R))
+        return self.decoder.logits(hidden_TE)
+
+    def _groups(self, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray) -> list[_Group]:
+        """Rows of like shape together: decodes apart from prefills, long contexts apart from short ones."""
+        contexts_B = counts_B + starts_B
+        if counts_B.max() == 1 and contexts_B.max() <= _MIN_KEYS:
+            return [self._group(np.arange(len(counts_B)), counts_B, starts_B, table_BM, True)]
+        kinds = np.stack((_round_up(counts_B, 1), _round_up(contexts_B, _MIN_KEYS)))
+        _, group_of_B = np.unique(kinds, axis=1, return_inverse=True)
+        group_of_B = group_of_B.reshape(-1)
+        members = (np.flatnonzero(group_of_B == index) for index in range(group_of_B.max() + 1))
+        return [self._group(rows, counts_B, starts_B, table_BM, False) for rows in members]
+
+    def _group(
+        self, rows: np.ndarray, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray, is_whole_batch: bool
+    ) -> _Group:
+        """`is_whole_batch`: every packed token is the only query of its row, so nothing needs to be picked."""
+        counts, starts = counts_B[rows], starts_B[rows]
+        num_queries = int(counts.max())
+        num_blocks = -(-int((counts + starts).max()) // self.cache.block_size)
+        blocks_M = self._tensor(table_BM[rows, :num_blocks].reshape(-1))
+        steps_N = np.minimum(np.arange(num_queries)[None], counts[:, None] - 1)  # padding repeats the last query
+        keys_S = np.arange(num_blocks * self.cache.block_size)
+        hidden_BNS = keys_S > (starts[:, None] + steps_N)[:, :, None]
+        mask = np.zeros(hidden_BNS.shape, dtype=np.float32)
+        mask[hidden_BNS] = -np.inf
+        mask_B1NS = self._tensor(mask[:, None]).to(self._dtype)
+        if is_whole_batch:
+            return _Group(blocks_M, mask_B1NS, None, None, None)
+        firsts = (counts_B.cumsum() - counts_B)[rows]
+        queries_BN = firsts[:, None] + steps_N
+        kept_P = np.flatnonzero(np.arange(num_queries)[None] < counts[:, None])
+        tokens_P = queries_BN.reshape(-1)[kept_P]
+        return _Group(blocks_M, mask_B1NS, self._tensor(queries_BN), self._tensor(kept_P), self._tensor(tokens_P))
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _packed_ids(batch: Batch) -> np.ndarray:
+    rows = zip(batch.rows, batch.starts, batch.counts, strict=True)
+    if len(batch.rows) == sum(batch.counts):
+        return np.array([s.ids[start] for s, start, _ in rows], dtype=np.int64)
+    return np.concatenate([s.ids[start : start + count] for s, start, count in rows]).astype(np.int64)
+
+
+def _round_up(values: np.ndarray, smallest: int) -> np.ndarray:
+    """The next power of two, at least `smallest`."""
+    exponents = np.ceil(np.log2(np.maximum(values, smallest)))
+    return np.exp2(exponents).astype(np.int64)

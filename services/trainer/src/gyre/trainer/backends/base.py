@@ -1,0 +1,61 @@
+"""The seam to whatever holds weights and gradients: one process, or the leader of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from gyre.contracts.microstep import MicroStep
+
+
+class Backend(Protocol):
+    """Weights at one version and the sum of gradients at them. Only the core's can `update`.
+
+    Not thread-safe: one caller at a time.
+    """
+
+    def wake(self) -> None:
+        """Bring weights (and optimizer state) onto the devices."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the devices; nothing is lost."""
+        ...
+
+    def zero_gradients(self) -> None: ...
+
+    def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
+        """Add the micro-step's gradient; all or nothing. Returns metric sums over its targets."""
+        ...
+
+    def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of every gradient, in a fixed order."""
+        ...
+
+    def export_gradients(self, into: Mapping[str, np.ndarray]) -> None:
+        """Copy the sum so far into registered memory."""
+        ...
+
+    def add_gradients(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Add another worker's sum."""
+        ...
+
+    def update(self, scale: float, learning_rate: float, max_grad_norm: float) -> float:
+        """Scale the sum once, clip, update, zero; returns the norm before clipping (not finite: nothing was done)."""
+        ...
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter by name, on the CPU, in the compute dtype. Read only."""
+        ...
+
+    def load_weights(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace the weights; raises ValueError naming a missing or misshapen parameter."""
+        ...
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Master weights and moments, as they have to be restored."""
+        ...
+
+    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None: ...

@@ -1,0 +1,158 @@
+"""One process, plain torch: a `gyre.policy` decoder, gradients summed apart, AdamW on master weights in the core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from gyre.contracts.microstep import MicroStep
+from gyre.policy.checkpoint import load_decoder
+from gyre.policy.config import PolicyConfig
+from gyre.policy.decoder import Decoder, check_state
+from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.loss import LossConfig, Targets, policy_loss
+from gyre.trainer.tree_forward import choose_attention, score_targets
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class TorchBackend:
+    """Gradients add up in float32 (float64 for a float64 model), whatever dtype the forward pass has."""
+
+    def __init__(self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None) -> None:
+        """`optimizer` is given to the core only; a satellite has none."""
+        self.decoder = decoder
+        self._loss = loss
+        self._parameters = dict(decoder.named_parameters())
+        dtype = next(iter(self._parameters.values())).dtype
+        self._sum_dtype = torch.promote_types(dtype, torch.float32)
+        self._sums = {n: torch.zeros_like(p, dtype=self._sum_dtype) for n, p in self._parameters.items()}
+        self._optimizer = None if optimizer is None else self._make_optimizer(optimizer)
+
+    @classmethod
+    def load(
+        cls, policy: Path, dtype: torch.dtype, loss: LossConfig, optimizer: OptimizerConfig | None
+    ) -> TorchBackend:
+        """From a Hugging Face directory."""
+        return cls(load_decoder(policy, dtype), loss, optimizer)
+
+    @property
+    def policy(self) -> PolicyConfig:
+        return self.decoder.config
+
+    def wake(self) -> None:
+        """Host memory needs no restoring."""
+
+    def sleep(self) -> None:
+        """Host memory is not a device to free."""
+
+    def zero_gradients(self) -> None:
+        for total in self._sums.values():
+            total.zero_()
+
+    def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
+        scores = score_targets(self.decoder, micro_step, choose_attention(micro_step), self._loss.temperature)
+        output = policy_loss(targets_of(micro_step, scores.logprob_K, scores.entropy_K), self._loss)
+        grads = torch.autograd.grad(output.loss, list(self._parameters.values()), allow_unused=True)
+        for total, grad in zip(self._sums.values(), grads, strict=True):
+            if grad is not None:
+                total.add_(grad)
+        return {**output.sums, "num_tokens": float(micro_step.num_tokens)}
+
+    def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        return {n: (tuple(t.shape), t[:0].cpu().numpy().dtype) for n, t in self._sums.items()}
+
+    def export_gradients(self, into: Mapping[str, np.ndarray]) -> None:
+        for name, total in self._sums.items():
+            np.copyto(into[name], total.cpu().numpy())
+
+    def add_gradients(self, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, total in self._sums.items():
+            total.add_(torch.from_numpy(arrays[name]).to(total.device))
+
+    def update(self, scale: float, learning_rate: float, max_grad_norm: float) -> float:
+        if self._optimizer is None:
+            raise RuntimeError("only the core cell's backend has an optimizer")
+        norm = torch.stack([total.mul_(scale).norm() for total in self._sums.values()]).norm()
+        if torch.isfinite(norm):
+            self._apply(learning_rate, min(1.0, max_grad_norm / float(norm)) if max_grad_norm > 0 and norm else 1.0)
+        self.zero_gradients()
+        return float(norm)
+
+    def _apply(self, learning_rate: float, factor: float) -> None:
+        assert self._optimizer is not None
+        for name, master in self._masters.items():
+            master.grad = self._sums[name].mul_(factor)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._spread_masters()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {n: p.detach().cpu() for n, p in self._parameters.items()}
+
+    def load_weights(self, state: Mapping[str, torch.Tensor]) -> None:
+        check_state(self.decoder.config, state)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(state[name])
+                if self._optimizer is not None and self._masters[name] is not parameter:
+                    self._masters[name].copy_(state[name])
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        assert self._optimizer is not None
+        tensors = {f"master.{n}": m.detach().cpu().clone() for n, m in self._masters.items()}
+        for name, master in self._masters.items():
+            for key in _MOMENTS:
+                value = self._optimizer.state[master].get(key)
+                if value is not None:
+                    tensors[f"{key}.{name}"] = value.detach().cpu().clone()
+        return tensors
+
+    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        assert self._optimizer is not None
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(state[f"master.{name}"])
+                moments = {k: state[f"{k}.{name}"].clone() for k in _MOMENTS if f"{k}.{name}" in state}
+                if moments:
+                    self._optimizer.state[master] = moments
+                else:
+                    self._optimizer.state.pop(master, None)
+        self._spread_masters()
+
+    def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
+        """Master weights are the parameters themselves where the dtypes agree, else copies; only matrices decay."""
+        self._masters = {
+            n: p if p.dtype == self._sum_dtype else p.detach().to(self._sum_dtype) for n, p in self._parameters.items()
+        }
+        matrices = [m for m in self._masters.values() if m.ndim >= 2]
+        vectors = [m for m in self._masters.values() if m.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+        )  # fmt: skip
+
+    def _spread_masters(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
+
+
+def targets_of(micro_step: MicroStep, logprob_K: torch.Tensor, entropy_K: torch.Tensor | None = None) -> Targets:
+    """The loss record of a micro-step, constants in the log-probs' dtype and place."""
+
+    def constant(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(values)).to(logprob_K)
+
+    path_K = torch.from_numpy(micro_step.path.astype(np.int64)).to(logprob_K.device)
+    advantage = micro_step.advantage[micro_step.tree[micro_step.target]]
+    return Targets(
+        logprob_K, constant(micro_step.logprob), constant(advantage), constant(micro_step.weight), path_K,
+        int(micro_step.path.max()) + 1, entropy_K,
+    )  # fmt: skip

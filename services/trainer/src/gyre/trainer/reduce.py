@@ -1,0 +1,86 @@
+"""The reduction: other workers' gradient sums are read one-sided, checked and added, in cell order; then one update.
+
+G = sum over micro-steps of g_m, whoever computed them; it is scaled once by 1 / M, and clipped after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from gyre.trainer.backends.base import Backend
+from gyre.trainer.claims import ClaimTable
+from gyre.trainer.weights import descriptor_of
+from gyre.transfer import LayoutMismatch, Transfer, TransferError
+
+log = logging.getLogger(__name__)
+
+
+def gradient_region(step: int, attempt: int) -> str:
+    """A worker's region is named after what it is a sum for, so that a buffer of another attempt cannot be taken."""
+    return f"gradients-{step}-{attempt}"
+
+
+def staging_for(backend: Backend) -> dict[str, np.ndarray]:
+    """Host memory as large as one worker's gradient sum."""
+    return {n: np.zeros(shape, dtype) for n, (shape, dtype) in backend.gradient_shapes().items()}
+
+
+async def add_offers(
+    table: ClaimTable, transfer: Transfer, backend: Backend, staging: Mapping[str, np.ndarray], timeout_s: float
+) -> bool:
+    """Add every offered buffer to the core's sum; False if one could not be read and its worker was revoked.
+
+    A buffer is added whole after its checksums passed, so a failed read leaves the sum as it was: the workers added
+    before it are settled, and the micro-steps of the failed one are computed again by whoever claims them.
+    """
+    for offer in table.offers:
+        try:
+            descriptor = descriptor_of(offer.transfer)
+            if descriptor.region != gradient_region(table.step, table.attempt):
+                raise LayoutMismatch(f"offered region {descriptor.region!r} is not of this attempt")
+            await transfer.read(descriptor, into=staging, names=list(staging), timeout_s=timeout_s)
+        except (TransferError, ValueError, KeyError) as error:
+            log.warning("step %d attempt %d: %s revoked: %s", table.step, table.attempt, offer.worker, error)
+            table.revoke(offer.worker)
+            return False
+        backend.add_gradients(staging)
+        table.settle(offer.worker)
+    return True
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update did. `updated` is False when there was nothing to train or the gradient was not finite."""
+
+    updated: bool
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_targets: int
+    num_tokens: int
+    metrics: dict[str, float]
+
+
+def apply_update(
+    backend: Backend, table: ClaimTable, num_scored: int, learning_rate: float, max_grad_norm: float
+) -> Update:
+    """Scale the complete sum by 1 / M, clip, update. Nothing to train: the step counts without an update."""
+    totals = table.totals()
+    num_targets, num_tokens = int(totals.pop("num_targets", 0)), int(totals.pop("num_tokens", 0))
+    loss = totals.pop("loss", 0.0)
+    if num_scored == 0 or table.num_micro_steps == 0:
+        backend.zero_gradients()
+        return Update(False, 0.0, 0.0, learning_rate, 0, 0, {})
+    norm = backend.update(1.0 / num_scored, learning_rate, max_grad_norm)
+    metrics = {name: value / max(num_targets, 1) for name, value in totals.items()}
+    updated = math.isfinite(norm)
+    if not updated:
+        log.error("step %d: the gradient is not finite, the update is skipped", table.step)
+        metrics["not_finite"] = 1.0
+    return Update(
+        updated, loss / num_scored, norm if updated else 0.0, learning_rate, num_targets, num_tokens, metrics
+    )

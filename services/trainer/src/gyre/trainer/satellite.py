@@ -1,0 +1,174 @@
+"""A satellite cell's shell: while its role is `train` it joins step after step, and leaves nothing behind.
+
+join -> pull the step's weights, verify, zero gradients -> claim, compute, complete ... -> offer the gradient buffer
+-> the core reads it -> this worker is no longer of the step: join again. Whatever goes wrong, the answer is to join
+again under a new name; the core has voided the old one or will when its lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from gyre.contracts.errors import GyreError
+from gyre.contracts.events import MicroStepRef
+from gyre.runtime.blobs import BlobStore
+from gyre.runtime.clock import Clock
+from gyre.runtime.devices import DeviceLock
+from gyre.trainer.backends.base import Backend
+from gyre.trainer.claims import Verdict
+from gyre.trainer.compute import compute
+from gyre.trainer.config import DEVICE_POLL_S, READ_TIMEOUT_S, TrainerConfig
+from gyre.trainer.coordinator import Admission
+from gyre.trainer.core import DevicesReleased, DevicesTaken, WorkerStarted
+from gyre.trainer.ledger import Ledger
+from gyre.trainer.reduce import gradient_region
+from gyre.trainer.weights import descriptor_text, pull_weights
+from gyre.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+
+
+class CoreUnreachable(GyreError):
+    """The core did not answer; it may be restarting."""
+
+
+class CorePeer(Protocol):
+    """The core as a satellite sees it: `gyre.trainer.rpc.CoreClient`. Every call may raise `CoreUnreachable`."""
+
+    async def join(self, cell: int, epoch: int, worker: str) -> Admission: ...
+
+    async def leave(self, cell: int, worker: str) -> None: ...
+
+    async def claim(self, worker: str, step: int, attempt: int) -> tuple[Verdict, MicroStepRef | None]: ...
+
+    async def complete(
+        self, worker: str, step: int, attempt: int, micro_step: str, seconds: float, sums: dict[str, float]
+    ) -> bool: ...
+
+    async def offer(
+        self, worker: str, step: int, attempt: int, micro_steps: frozenset[str], transfer: str
+    ) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Membership:
+    """This worker in one attempt: `done` is what its gradient sum holds."""
+
+    worker: str
+    step: int
+    attempt: int
+    done: set[str]
+
+
+class Satellite:
+    """One worker of a cell other than the core."""
+
+    def __init__(
+        self, config: TrainerConfig, ledger: Ledger, backend: Backend, core: CorePeer, transfer: Transfer,
+        blobs: BlobStore, lock: DeviceLock, clock: Clock,
+    ) -> None:  # fmt: skip
+        self._config, self._ledger, self._backend, self._core = config, ledger, backend, core
+        self._transfer, self._blobs, self._lock, self._clock = transfer, blobs, lock, clock
+        self._attention = asyncio.Event()
+        self.version = -1
+
+    def attend(self) -> None:
+        """The ledger's state changed."""
+        self._attention.set()
+
+    def gauges(self) -> dict[str, float]:
+        """What `gyre status` shows."""
+        return {"step": float(self.version)}
+
+    async def run(self) -> None:
+        """Do what the cell's role asks for, until cancelled."""
+        await self._ledger.submit(WorkerStarted(0))
+        while True:
+            self._attention.clear()
+            cell = self._ledger.state.cell
+            if cell.should_hold:
+                await self._train_while_assigned()
+            elif cell.owes_release or self._lock.held:
+                await self._give_devices_back()
+            else:
+                await self._attention.wait()
+
+    async def _train_while_assigned(self) -> None:
+        epoch = self._ledger.state.cell.epoch
+        while self._assigned(epoch):
+            if not self._lock.try_take(epoch):
+                await self._clock.sleep(DEVICE_POLL_S)
+                continue
+            try:
+                await self._take_part(epoch)
+            except GyreError as error:
+                log.warning("cell %d joins again: %s", self._config.cell, error)
+                await self._clock.sleep(RETRY_S)
+
+    def _assigned(self, epoch: int) -> bool:
+        cell = self._ledger.state.cell
+        return cell.should_hold and cell.epoch == epoch
+
+    async def _take_part(self, epoch: int) -> None:
+        """Join one attempt and work in it until it is over."""
+        worker = f"cell-{self._config.cell}-{uuid.uuid4().hex[:8]}"
+        answer = await self._core.join(self._config.cell, epoch, worker)
+        if answer.ticket is None:
+            await self._clock.sleep(RETRY_S)
+            return
+        if answer.ticket.version != self.version:
+            self._backend.load_weights(await pull_weights(self._transfer, answer.ticket, READ_TIMEOUT_S))
+            self.version = answer.ticket.version
+        self._backend.zero_gradients()
+        if self._ledger.state.cell.joined < epoch:
+            await self._ledger.submit(DevicesTaken(epoch, answer.step, self.version))
+        await self._work(epoch, _Membership(worker, answer.step, answer.attempt, set()))
+
+    async def _work(self, epoch: int, member: _Membership) -> None:
+        try:
+            while self._assigned(epoch):
+                verdict, ref = await self._core.claim(member.worker, member.step, member.attempt)
+                if verdict is Verdict.STALE:
+                    return
+                if verdict is Verdict.WORK and ref is not None:
+                    await self._compute(member, ref)
+                elif verdict is Verdict.REDUCE:
+                    await self._offer(member)
+        finally:
+            self._transfer.release(gradient_region(member.step, member.attempt))
+        with contextlib.suppress(CoreUnreachable):
+            await self._core.leave(self._config.cell, member.worker)
+
+    async def _compute(self, member: _Membership, ref: MicroStepRef) -> None:
+        started = self._clock.now()
+        sums = await compute(self._backend, self._blobs, ref, self._clock)
+        seconds = self._clock.now() - started
+        member.done.add(ref.micro_step)
+        if not await self._core.complete(
+            member.worker, member.step, member.attempt, ref.micro_step, seconds, sums
+        ):
+            raise GyreError(f"{ref.micro_step} was refused: this worker was revoked from attempt {member.attempt}")
+
+    async def _offer(self, member: _Membership) -> None:
+        name = gradient_region(member.step, member.attempt)
+        shapes = self._backend.gradient_shapes()
+        region = self._transfer.register(name, {n: np.zeros(s, d) for n, (s, d) in shapes.items()})
+        with region.rewriting() as arrays:
+            self._backend.export_gradients(arrays)
+        text = descriptor_text(self._transfer.describe(name))
+        if not await self._core.offer(member.worker, member.step, member.attempt, frozenset(member.done), text):
+            raise GyreError(f"offer for step {member.step} attempt {member.attempt} was refused")
+
+    async def _give_devices_back(self) -> None:
+        await asyncio.to_thread(self._backend.sleep)
+        self._lock.give_back()
+        if self._ledger.state.cell.owes_release:
+            await self._ledger.submit(DevicesReleased(self._ledger.state.cell.epoch, self.version))

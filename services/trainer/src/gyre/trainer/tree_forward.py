@@ -1,0 +1,177 @@
+"""Forward and backward on packed trees: every shared prefix is computed once.
+
+A micro-step holds whole trees in depth-first order. Positions are depths, a query sees its ancestors and itself, and
+the label of a token is scored by the hidden state of its parent, so a fork has one label per child. Two attentions
+compute the same thing: `DenseTrees` pads trees into one masked call (few kernels, for short trees) and `SegmentTrees`
+makes one call per unbranched run over its ancestors (work proportional to the visible pairs, for long ones).
+
+Axes: T packed tokens, K targets, E trees, L longest tree, V vocabulary, S tokens of a run, A its ancestors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gyre.contracts.errors import ContractError
+from gyre.contracts.microstep import MicroStep
+from gyre.policy.attention import Attention
+from gyre.policy.decoder import Decoder
+
+#: A call per run costs about as much as this many extra (query, key) pairs in a dense call (measured, one CPU thread).
+PAIRS_PER_CALL = 8_000
+MAX_DENSE_PAIRS = 64_000_000
+
+
+class BrokenTree(ContractError):
+    """A micro-step whose arrays do not describe trees; the message names the array and the first bad token."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens [start, end) that follow each other in depth-first order; `ancestors` are the index ranges above."""
+
+    start: int
+    end: int
+    ancestors: tuple[tuple[int, int], ...]
+
+
+def check_trees(micro_step: MicroStep) -> None:
+    """Raise `BrokenTree` unless parents, positions, exits and targets fit together. O(T), no Python loop."""
+    parent, position, index = micro_step.parent, micro_step.position, np.arange(micro_step.num_tokens)
+    root = parent < 0
+    above = np.where(root, 0, parent)
+    _require(parent < index, "parent", "must come before its child")
+    expected = np.where(root, 0, position[above] + 1)
+    _require(position == expected, "position", "must be the number of ancestors")
+    inside = root | ((index < micro_step.exit[above]) & (micro_step.exit <= micro_step.exit[above]))
+    _require(inside & (micro_step.exit > index), "exit", "must end the subtree, inside the parent's")
+    _require(root | (micro_step.tree == micro_step.tree[above]), "tree", "must be the parent's")
+    _require(parent[micro_step.target] >= 0, "target", "a root has no context that could score it")
+
+
+def _require(good: np.ndarray, array: str, rule: str) -> None:
+    if not good.all():
+        raise BrokenTree(f"micro-step {array}: entry {int(np.flatnonzero(~good)[0])} is wrong, it {rule}")
+
+
+def runs_of(parent: np.ndarray) -> list[Run]:
+    """Maximal runs with parent[i] == i - 1, each with the index ranges of its ancestors, root first."""
+    starts = np.concatenate(([0], np.flatnonzero(parent != np.arange(len(parent)) - 1)))
+    ends = np.append(starts[1:], len(parent))
+    runs: list[Run] = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        above = int(parent[start])
+        ancestors: tuple[tuple[int, int], ...] = ()
+        if above >= 0:
+            host = runs[int(np.searchsorted(starts, above, side="right")) - 1]
+            ancestors = (*host.ancestors, (host.start, above + 1))
+        runs.append(Run(start, end, ancestors))
+    return runs
+
+
+class SegmentTrees:
+    """One causal call per run over its ancestors' keys, which stay one autograd value however many runs share them."""
+
+    def __init__(self, runs: list[Run], device: torch.device | str = "cpu") -> None:
+        self._runs = runs
+        self._masks = [_lower_right(run, device) for run in runs]
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        gqa = q_THD.shape[1] != k_TKD.shape[1]
+        outputs = []
+        for run, mask in zip(self._runs, self._masks, strict=True):
+            spans = (*run.ancestors, (run.start, run.end))
+            out_1HSD = F.scaled_dot_product_attention(
+                q_THD[run.start : run.end].transpose(0, 1).unsqueeze(0),
+                torch.cat([k_TKD[a:b] for a, b in spans]).transpose(0, 1).unsqueeze(0),
+                torch.cat([v_TKD[a:b] for a, b in spans]).transpose(0, 1).unsqueeze(0),
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=gqa,
+            )
+            outputs.append(out_1HSD[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def _lower_right(run: Run, device: torch.device | str) -> torch.Tensor | None:
+    """Boolean [S, A + S]: all ancestors and the causal part of the run; None where plain causal is the same."""
+    num_above = sum(b - a for a, b in run.ancestors)
+    if not num_above:
+        return None
+    size = run.end - run.start
+    return torch.ones(size, num_above + size, dtype=torch.bool, device=device).tril(num_above)
+
+
+class DenseTrees:
+    """All trees side by side in one padded call under a boolean ancestor mask."""
+
+    def __init__(self, micro_step: MicroStep, device: torch.device | str = "cpu") -> None:
+        starts = np.flatnonzero(np.diff(micro_step.tree, prepend=-1))
+        lengths = np.diff(np.append(starts, micro_step.num_tokens))
+        longest = int(lengths.max())
+        row = np.repeat(np.arange(len(starts)), lengths)
+        column = np.arange(micro_step.num_tokens) - np.repeat(starts, lengths)
+        exits = np.zeros((len(starts), longest), np.int64)
+        exits[row, column] = micro_step.exit - np.repeat(starts, lengths)
+        places = np.arange(longest)
+        mask = (places[None, None, :] <= places[None, :, None]) & (places[None, :, None] < exits[:, None, :])
+        mask |= np.eye(longest, dtype=bool)  # a padded query needs one key, or its softmax is undefined
+        self._shape = (len(starts), longest)
+        self._full = bool((lengths == longest).all())
+        self._slots_T = torch.from_numpy(row * longest + column).to(device)
+        self._mask_E1LL = torch.from_numpy(mask).unsqueeze(1).to(device)
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        gqa = q_THD.shape[1] != k_TKD.shape[1]
+        out_EHLD = F.scaled_dot_product_attention(
+            self._pad(q_THD), self._pad(k_TKD), self._pad(v_TKD), attn_mask=self._mask_E1LL, enable_gqa=gqa
+        )
+        out_SHD = out_EHLD.transpose(1, 2).flatten(0, 1)
+        return out_SHD if self._full else out_SHD.index_select(0, self._slots_T)
+
+    def _pad(self, x_TND: torch.Tensor) -> torch.Tensor:
+        """[T, N, D] -> [E, N, L, D]."""
+        num_trees, longest = self._shape
+        if not self._full:
+            x_TND = x_TND.new_zeros(num_trees * longest, *x_TND.shape[1:]).index_copy(0, self._slots_T, x_TND)
+        return x_TND.view(num_trees, longest, *x_TND.shape[1:]).transpose(1, 2)
+
+
+def choose_attention(micro_step: MicroStep, device: torch.device | str = "cpu") -> Attention:
+    """Dense for short trees, per run for long ones: whichever the cost model above expects to be faster."""
+    runs = runs_of(micro_step.parent)
+    sizes = np.bincount(micro_step.tree)
+    dense_pairs = int((sizes > 0).sum()) * int(sizes.max()) ** 2
+    if dense_pairs <= min(MAX_DENSE_PAIRS, micro_step.num_pairs + PAIRS_PER_CALL * len(runs)):
+        return DenseTrees(micro_step, device)
+    return SegmentTrees(runs, device)
+
+
+@dataclass(frozen=True)
+class TargetScores:
+    """logprob_K with gradient and entropy_K without, of the micro-step's targets in order."""
+
+    logprob_K: torch.Tensor
+    entropy_K: torch.Tensor
+
+
+def score_targets(
+    decoder: Decoder, micro_step: MicroStep, attention: Attention, temperature: float = 1.0
+) -> TargetScores:
+    """Log-probs of the targets on the tree; logits exist for targets only, in at least float32."""
+    device = decoder.model.embed_tokens.weight.device
+    ids_T = torch.from_numpy(micro_step.ids.astype(np.int64)).to(device)
+    positions_T = torch.from_numpy(micro_step.position.astype(np.int64)).to(device)
+    hidden_TE = decoder(ids_T, positions_T, attention)
+    target_K = torch.from_numpy(micro_step.target.astype(np.int64)).to(device)
+    scorer_K = torch.from_numpy(micro_step.parent[micro_step.target].astype(np.int64)).to(device)
+    logits_KV = decoder.logits(hidden_TE.index_select(0, scorer_K))
+    logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32)) / temperature
+    logprobs_KV = F.log_softmax(logits_KV, dim=-1)
+    logprob_K = logprobs_KV.gather(1, ids_T[target_K].unsqueeze(1)).squeeze(1)
+    with torch.no_grad():
+        entropy_K = -(logprobs_KV.exp() * logprobs_KV).sum(-1)
+    return TargetScores(logprob_K, entropy_K)

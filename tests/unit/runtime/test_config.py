@@ -1,0 +1,139 @@
+"""Configuration: one TOML, overrides, errors that name what is wrong and what would be right."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from gyre.contracts.errors import ConfigError
+from gyre.runtime.config import RunConfig, check_run, config_digest, fill, load_deployment, load_run
+from gyre.runtime.settings import apply_overrides, expand_environment, parse, to_toml
+
+MINIMAL = """
+name = "a-run"
+steps = 4
+[policy]
+checkpoint = "warm"
+[tasks]
+root = "tasks"
+[harness]
+command = ["{python}", "h.py"]
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def test_defaults_follow_from_the_minimum(path):
+    config = load_run(path)
+    assert config.burst.num_outstanding == 8
+    assert config.burst.staleness_limit == 0
+    assert config.cells.schedule == "colocate"
+
+
+def test_overrides_are_toml_and_bare_words_are_strings(path):
+    config = load_run(path, ["burst.steps_per_burst=2", "loss.kind=token_clip", "optimizer.learning_rate = 1e-3",
+                             "policy.build=['a', 'b']", "seed=7"])
+    assert (config.burst.steps_per_burst, config.loss.kind, config.seed) == (2, "token_clip", 7)
+    assert (config.optimizer.learning_rate, config.policy.build) == (1e-3, ("a", "b"))
+
+
+def test_a_resolved_configuration_reads_back_as_itself(path):
+    config = load_run(path, ["harness.environment.KEY='${SECRET}'", 'name="q"'])
+    again = parse(tomllib.loads(to_toml(config)), RunConfig, "again")
+    assert again == config
+    assert config_digest(again) == config_digest(config)
+    assert "${SECRET}" in to_toml(config)
+
+
+@pytest.mark.parametrize("override, says", [
+    ("burts.phi=2", "unknown key 'burts'; did you mean 'burst'"),
+    ("burst.step_per_burst=2", "unknown key 'burst.step_per_burst'; did you mean 'burst.steps_per_burst'"),
+    ("harness.timeout_calls.mim=2", "did you mean 'harness.timeout_calls.min'"),
+    ("burst.phi='two'", "Expected `int`, got `str` - at `burst.phi"),
+    ("cells.tensor_parallel=2", "cells.tensor_parallel = 2: tensor parallelism is not built yet"),
+    ("cells.context_parallel=2", "context parallelism is not built yet"),
+    ("cells.expert_parallel=2", "expert parallelism is not built yet"),
+    ("cells.nodes_per_cell=2", "several nodes in a cell is not built yet"),
+    ("policy.lora_rank=8", "LoRA is not built yet"),
+    ("engine.backend=vllm", "engine.backend = 'vllm': not built yet; use auto or torch or scripted"),
+    ("engine.backend=vlm", "engine.backend = 'vlm': unknown"),
+    ("cells.schedule=elastic", "cells.schedule = 'elastic': not built yet; use colocate"),
+    ("burst.phi=1", "colocate carries nothing over"),
+    ("steps=0", "steps = 0: must be greater than 0"),
+    ("steps=5 ", "must be a multiple"),
+    ("name='a b'", "name: 'a b' is not an id"),
+    ("harness.command=[]", "give the command line"),
+    ("harness.timeout_calls={share=2.0}", "share must be in"),
+    ("harness.overall_timeout_s=10.0", "must be longer than"),
+    ("no-equals-sign", "write it as section.key=value"),
+])
+def test_what_is_wrong_is_named_with_what_would_be_right(path, override, says):
+    overrides = [override] if override != "steps=5 " else ["steps=5", "burst.steps_per_burst=2"]
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        load_run(path, overrides)
+    assert says in str(caught.value)
+
+
+def test_a_missing_key_is_named(tmp_path):
+    (tmp_path / "x.toml").write_text('name = "x"\n[policy]\ncheckpoint = "c"\n[harness]\ncommand = ["x"]\n')
+    with pytest.raises(ConfigError, match="tasks"):
+        load_run(tmp_path / "x.toml")
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_run(tmp_path / "none.toml")
+    (tmp_path / "x.toml").write_text("name = ")
+    with pytest.raises(ConfigError, match=r"x\.toml: "):
+        load_run(tmp_path / "x.toml")
+
+
+def test_commands_name_unknown_placeholders():
+    assert fill(("{python}", "{root}/x"), root="r")[1] == "r/x"
+    with pytest.raises(ConfigError, match="roof"):
+        fill(("{roof}",), root="r")
+
+
+def test_environment_references_that_are_not_set_are_errors():
+    assert expand_environment("Bearer ${TOKEN}", {"TOKEN": "t"}) == "Bearer t"
+    with pytest.raises(ConfigError, match="TOKEN, which is not set"):
+        expand_environment("${TOKEN}", {})
+
+
+def test_deployment_paths_are_relative_to_their_file(tmp_path):
+    (tmp_path / "d.toml").write_text("""
+run = "r"
+nats_url = "nats://nats:4222"
+state_dir = "state"
+cells_dir = "cells"
+blobs = "s3://bucket/x"
+log_dir = "logs"
+checkpoint_dir = "checkpoints"
+gateway_url = "http://gateway:8000"
+gateway = {listen = "0.0.0.0:8000", address = "gateway:8000"}
+scheduler = {listen = "0.0.0.0:1", address = "scheduler:1"}
+rollout = {listen = "0.0.0.0:2", address = "rollout:2"}
+trajectory = {listen = "0.0.0.0:3", address = "trajectory:3"}
+engines = [{listen = "0.0.0.0:4", address = "engine-0:4"}]
+trainers = [{listen = "0.0.0.0:5", address = "trainer-0:5"}]
+transfers = [{listen = "0.0.0.0:6", address = "trainer-0:6"}]
+evaluators = [{listen = "0.0.0.0:7", address = "evaluator-0:7"}]
+""")
+    deployment = load_deployment(tmp_path / "d.toml")
+    assert deployment.state_dir == str(tmp_path / "state")
+    assert deployment.blobs == "s3://bucket/x"
+    assert tomllib.loads(to_toml(deployment))["engines"][0]["address"] == "engine-0:4"
+
+
+def test_overrides_do_not_change_what_they_were_given():
+    tables = {"a": {"b": 1}}
+    assert apply_overrides(tables, ["a.b=2"]) == {"a": {"b": 2}}
+    assert tables == {"a": {"b": 1}}
+
+
+def test_check_is_part_of_loading(path):
+    check_run(load_run(path))

@@ -1,0 +1,138 @@
+"""The gradient on the tree is the gradient of the expanded paths, in every attention, to float64 precision."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gyre.contracts.microstep import MicroStep
+from gyre.policy.attention import Attention
+from gyre.policy.decoder import Decoder
+from gyre.trainer.loss import LossConfig, policy_loss
+from gyre.trainer.tree_forward import (
+    BrokenTree,
+    DenseTrees,
+    SegmentTrees,
+    check_trees,
+    choose_attention,
+    runs_of,
+    score_targets,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trees import (
+    expanded_loss,
+    gradients,
+    positions_and_exits,
+    random_micro_step,
+    relative_error,
+    targets_of,
+    tiny_decoder,
+)
+
+CONFIGS = [LossConfig(), LossConfig(kind="gspo"), LossConfig(reference="proximal", temperature=0.7)]
+
+
+def attentions(micro_step: MicroStep) -> list[Attention]:
+    return [DenseTrees(micro_step), SegmentTrees(runs_of(micro_step.parent))]
+
+
+def tree_loss(decoder: Decoder, micro_step: MicroStep, attention: Attention, config: LossConfig) -> torch.Tensor:
+    scores = score_targets(decoder, micro_step, attention, config.temperature)
+    return policy_loss(targets_of(micro_step, scores.logprob_K), config).loss
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["token_clip", "gspo", "proximal"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_tree_has_the_loss_and_gradients_of_its_expanded_paths(seed: int, config: LossConfig) -> None:
+    micro_step, decoder = random_micro_step(seed), tiny_decoder(seed)
+    check_trees(micro_step)
+    want = expanded_loss(decoder, micro_step, config)
+    want_grads = gradients(decoder, want)
+    for attention in attentions(micro_step):
+        got = tree_loss(decoder, micro_step, attention, config)
+        assert abs(float(got - want)) <= 1e-12 * abs(float(want))
+        assert relative_error(gradients(decoder, got), want_grads) < 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), fork=st.floats(0.0, 0.9), num_trees=st.integers(1, 4))
+def test_both_attentions_score_any_forest_alike(seed: int, fork: float, num_trees: int) -> None:
+    micro_step, decoder = random_micro_step(seed, num_trees=num_trees, fork=fork), tiny_decoder()
+    check_trees(micro_step)
+    dense, segments = (score_targets(decoder, micro_step, a).logprob_K for a in attentions(micro_step))
+    torch.testing.assert_close(dense, segments, rtol=0, atol=1e-12)
+
+
+def hand_built(parent: list[int], target: list[int], path: list[int]) -> MicroStep:
+    parents = np.array(parent, np.int32)
+    position, exit_ = positions_and_exits(parents)
+    base = random_micro_step(0, num_trees=1)
+    num = len(target)
+    return replace(
+        base, ids=np.arange(len(parent), dtype=np.int32) % 37, parent=parents, position=position, exit=exit_,
+        tree=np.zeros(len(parent), np.int32), target=np.array(target, np.int32), path=np.array(path, np.int32),
+        logprob=np.full(num, -3.0, np.float32), version=np.zeros(num, np.int32),
+        weight=np.full(num, 1 / num, np.float32), advantage=np.ones(1, np.float32),
+    )  # fmt: skip
+
+
+def test_a_fork_on_a_last_token_scores_one_label_per_child() -> None:
+    """Root 0-1, three children of 1: each is a target, all are scored by the hidden state of token 1."""
+    micro_step, decoder = hand_built([-1, 0, 1, 1, 1], [2, 3, 4], [0, 1, 2]), tiny_decoder()
+    for attention in attentions(micro_step):
+        got = tree_loss(decoder, micro_step, attention, LossConfig())
+        torch.testing.assert_close(got, expanded_loss(decoder, micro_step, LossConfig()), rtol=1e-12, atol=0)
+
+
+def test_leaving_the_first_label_of_a_branch_unscored_changes_the_loss() -> None:
+    """The check above would notice the missing fork label, which some implementations leave unsupervised."""
+    whole = hand_built([-1, 0, 1, 2, 1, 4], [2, 3, 4, 5], [0, 0, 1, 1])
+    keep = np.array([0, 1, 3])
+    partial = replace(whole, target=whole.target[keep], path=whole.path[keep], logprob=whole.logprob[keep],
+                      weight=whole.weight[keep])  # fmt: skip
+    decoder = tiny_decoder()
+    full, less = (tree_loss(decoder, m, DenseTrees(m), LossConfig()) for m in (whole, partial))
+    assert abs(float(full - less)) > 1e-6
+
+
+def test_a_siblings_tokens_change_nothing_and_an_ancestors_change_everything_below() -> None:
+    """DFS 0-1-(2-3)-(4-5): tokens 2,3 and 4,5 are siblings' subtrees."""
+    micro_step, decoder = hand_built([-1, 0, 1, 2, 1, 4], [3, 5], [0, 1]), tiny_decoder()
+
+    def scores(ids: np.ndarray) -> list[torch.Tensor]:
+        changed = replace(micro_step, ids=ids)
+        return [score_targets(decoder, changed, a).logprob_K for a in attentions(changed)]
+
+    before = scores(micro_step.ids)
+    sibling, ancestor = micro_step.ids.copy(), micro_step.ids.copy()
+    sibling[2], ancestor[0] = 30, 31
+    for old, new in zip(before, scores(sibling), strict=True):
+        assert old[1] == new[1] and old[0] != new[0]
+    for old, new in zip(before, scores(ancestor), strict=True):
+        assert (old != new).all()
+
+
+def test_runs_carry_their_ancestors_as_ranges() -> None:
+    """The published example ABCD, ABEF, AGH in depth-first order A B C D E F G H."""
+    runs = runs_of(np.array([-1, 0, 1, 2, 1, 4, 0, 6]))
+    assert [(r.start, r.end, r.ancestors) for r in runs] == [
+        (0, 4, ()), (4, 6, ((0, 2),)), (6, 8, ((0, 1),)),
+    ]  # fmt: skip
+
+
+def test_short_trees_go_dense_and_long_ones_go_by_run() -> None:
+    assert isinstance(choose_attention(random_micro_step(1)), DenseTrees)
+    chain = hand_built([*range(-1, 2999), 0], [2], [0])
+    assert isinstance(choose_attention(chain), SegmentTrees)
+
+
+@pytest.mark.parametrize(
+    ("array", "index", "value"), [("parent", 3, 9), ("position", 3, 7), ("exit", 1, 4), ("target", 0, 0)]
+)
+def test_arrays_that_describe_no_tree_are_refused_by_name(array: str, index: int, value: int) -> None:
+    micro_step = hand_built([-1, 0, 1, 2, 1, 4], [3, 5], [0, 1])
+    broken = getattr(micro_step, array).copy()
+    broken[index] = value
+    with pytest.raises(BrokenTree, match=array if array != "parent" else "parent|position"):
+        check_trees(replace(micro_step, **{array: broken}))
