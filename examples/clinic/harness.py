@@ -5,7 +5,7 @@ with one-line commands, `F a 2`: apply repair 2 to module a. Each edits the real
 that module and the next module that fails, `a . c`. After every third command the harness compacts: the model's own summary replaces the context. It ends
 after nine commands.
 
-    OPENAI_BASE_URL=... OPENAI_API_KEY=... python -I -S harness.py [INSTRUCTION_FILE]
+    OPENAI_BASE_URL=... OPENAI_API_KEY=... [GYRE_TASK_INSTRUCTION=FILE] python -I -S harness.py [INSTRUCTION_FILE]
 
 It is started once per execution, so it imports little: one socket instead of http.client halves its start-up time.
 """
@@ -197,9 +197,8 @@ def main() -> None:
     endpoint = Endpoint(
         environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"], environment.get("OPENAI_MODEL", "policy")
     )
-    named = environment.get("GYRE_TASK_INSTRUCTION") or (sys.argv[1] if len(sys.argv) > 1 else "instruction.md")
-    instruction = environment.get("GYRE_INSTRUCTION") or read(named)
-    work(endpoint, " ".join(instruction.split()))
+    instruction = environment.get("GYRE_TASK_INSTRUCTION") or (sys.argv[1] if len(sys.argv) > 1 else "instruction.md")
+    work(endpoint, " ".join(read(instruction).split()))
 
 
 if __name__ == "__main__":
