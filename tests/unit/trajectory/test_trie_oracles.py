@@ -109,10 +109,11 @@ def test_a_fork_token_has_a_label_per_child(script: Any) -> None:
     assert tree.token_parents()[targets.index].tolist() == [1, 2, 1, 4, 5]
 
 
-def test_an_empty_prompt_makes_roots(script: Any) -> None:
+def test_an_empty_prompt_makes_roots_that_nothing_can_score(script: Any) -> None:
     tree = script().call([], [10, 11]).call([], [20]).tree()
+    targets = find_targets(tree, "policy")
     assert tree.token_depths().tolist() == [0, 1, 0]
-    assert len(find_targets(tree, "policy")) == 3
+    assert (tree.ids[targets.index].tolist(), targets.num_rootless) == ([11], 2)
 
 
 def test_a_read_token_that_was_sampled_elsewhere_is_a_target(script: Any) -> None:
@@ -230,6 +231,8 @@ def test_a_call_that_ends_at_a_fork_ends_above_it(script: Any) -> None:
     tree = script().call([1, 2], []).call([1, 2, 3], []).call([1, 2, 4], []).call([1], []).tree()
     assert tree.end == (0, 1, 2, 0)
     assert [tree.tokens(n).tolist() for n in range(4)] == [[1, 2], [1, 2, 3], [1, 2, 4], [1]]
+    later = script().call([1, 2, 3, 4], []).call([1, 2], []).call([1, 2, 9], []).tree()
+    assert later.end == (1, 0, 2)
 
 
 def test_versions_within_one_output(script: Any) -> None:

@@ -142,7 +142,7 @@ class Coordinator:
         state = self._ledger.state
         with span("trainer.release", self._transition, gyre__cell__id=0, gyre__cell__epoch=state.cell.epoch):
             await asyncio.to_thread(self._backend.sleep)
-            self._lock.give_back(state.cell.epoch)
+            self._lock.give_back()  # the epoch is the engine's to take
             await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
 
     # ------------------------------------------------------------ one step
@@ -322,6 +322,11 @@ class Coordinator:
                 return
 
     # ------------------------------------------------------------ what status shows
+
+    @property
+    def version(self) -> int:
+        """Of the weights in memory."""
+        return self._ledger.state.position
 
     def gauges(self) -> dict[str, float]:
         state, table = self._ledger.state, self._table

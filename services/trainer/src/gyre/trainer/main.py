@@ -37,7 +37,7 @@ async def worker(process: runtime.Process) -> None:
         parts = (transfer, process.blobs, lock, process.clock)
         coordinator = Coordinator(config, service, backend, backend.policy, *parts) if config.is_core else None
         shell = coordinator or Satellite(config, service, backend, CoreClient(deployment.trainers[0].address), *parts)
-        endpoint = TrainerService(StatusSource(process, service, lock, shell.gauges), coordinator)
+        endpoint = TrainerService(StatusSource(process, service, lock, shell), coordinator)
         listen = deployment.trainers[cell].listen
         server = Server(listen, [(SERVICE, lambda s: pb_grpc.add_TrainerServiceServicer_to_server(endpoint, s))])
         await server.start()

@@ -175,6 +175,6 @@ class Satellite:
 
     async def _give_devices_back(self) -> None:
         await asyncio.to_thread(self._backend.sleep)
-        self._lock.give_back(self._ledger.state.cell.epoch)
+        self._lock.give_back()
         if self._ledger.state.cell.owes_release:
             await self._ledger.submit(DevicesReleased(self._ledger.state.cell.epoch, self.version))

@@ -104,12 +104,11 @@ def _outcome(one: Settled, dispatched: GroupDispatched) -> Outcome:
 
 
 def _drops(one: Settled, dispatched: GroupDispatched) -> dict[str, int]:
-    """Targets that are not trained, by reason; `unseen` counts sampled positions that are no targets at all."""
+    """Targets that are not trained, by reason; `unseen` and `no_context` count sampled positions that are no targets."""
     drops = dict(one.admission.drops) if one.admission else {}
     if one.admission is None and len(one.targets):
         kind = one.standing.kind
         reason = "eval" if dispatched.purpose == "eval" else "zero_advantage" if kind == "scored" else kind
         drops[reason] = len(one.targets)
-    if one.targets.num_unseen:
-        drops["unseen"] = one.targets.num_unseen
-    return drops
+    beside = {"unseen": one.targets.num_unseen, "no_context": one.targets.num_rootless}
+    return drops | {reason: num for reason, num in beside.items() if num}

@@ -24,6 +24,7 @@ class Targets:
     offsets   [S + 1] targets of segment s are [offsets[s], offsets[s + 1])
     num_drawn   sampled policy tokens, each as often as it was drawn
     num_unseen  positions that only aborted policy calls sampled; not targets
+    num_rootless  sampled first tokens of a root: no context could score them; not targets
     """
 
     index: np.ndarray
@@ -33,6 +34,7 @@ class Targets:
     offsets: tuple[int, ...]
     num_drawn: int
     num_unseen: int
+    num_rootless: int
 
     def __len__(self) -> int:
         return len(self.index)
@@ -65,7 +67,10 @@ def find_targets(tree: Tree, policy: str) -> Targets:
                 low, high = max(span.start, from_), min(span.end, from_ + stop - start)
                 version[start + low - from_:start + max(low, high) - from_] = span.version
     sampled = first >= 0
+    roots = [start for start, parent in zip(tree.bounds, tree.parent, strict=False) if parent < 0]
+    num_rootless = int(sampled[roots].sum())
+    sampled[roots] = False
     index = np.flatnonzero(sampled).astype(np.int32)
     offsets = tuple(np.searchsorted(index, tree.bounds).tolist())
     return Targets(index, first[index], logprob[index], version[index], offsets, num_drawn,
-                   int((unseen & ~sampled).sum()))
+                   int((unseen & (first < 0)).sum()), num_rootless)

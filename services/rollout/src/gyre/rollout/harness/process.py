@@ -115,7 +115,9 @@ class ProcessHarness:
     def ended(self, home: Path) -> Exit | None:
         """See `Harness.ended`."""
         child = self._children.get(home)
-        if child is not None and child.poll() is not None:
+        if child is not None:
+            if child.poll() is None:
+                return None
             del self._children[home]
         try:
             return Exit(int((home / "run" / "exit").read_text()))
