@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 from gyre.contracts.errors import EvaluationError
@@ -264,3 +265,41 @@ def test_only_the_tests_of_a_task_are_shown_and_never_its_solution(tmp_path: Pat
 async def test_memory_is_limited_and_only_the_hungry_test_is_lost(bench: Bench) -> None:
     score = await bench.grade({"a.py": "def double(x):\n    if x == 3: bytearray(8 * 2**30)\n    return 2 * x"})
     assert failed(score) == {"test_three"} and "MemoryError" in score.details["test_all.py::test_three"]
+
+
+BOMB = "import os\ndef double(x):\n    while x == 3: os.fork()\n    return 2 * x"
+ESCAPE = "import os, time\ndef double(x):\n    if x == 3 and not os.fork():\n        os.setsid()\n" \
+         "        if not os.fork(): time.sleep(1e6)\n        os._exit(0)\n    return 2 * x"
+
+
+@pytest.mark.skipif(BWRAP is None, reason=WHY_NOT)
+async def test_a_fork_bomb_costs_its_own_test_and_is_gone_afterwards(tmp_path: Path) -> None:
+    bench = Bench(BWRAP, tmp_path)
+    score = await bench.grade({"a.py": BOMB})
+    assert "test_three" in failed(score) and num_processes_of(bench) == 2
+    assert (await bench.grade({})).reward == 1.0
+    await bench.grader.close()
+
+
+@pytest.mark.skipif(BWRAP is None, reason=WHY_NOT)
+async def test_a_process_that_leaves_its_session_is_gone_with_its_workspace(tmp_path: Path) -> None:
+    bench = Bench(BWRAP, tmp_path)
+    assert (await bench.grade({"a.py": ESCAPE})).reward == 1.0
+    assert num_processes_of(bench) == 2
+    await bench.grader.close()
+
+
+@pytest.mark.skipif(BWRAP is None, reason=WHY_NOT)
+async def test_what_processes_hold_together_is_limited_too(tmp_path: Path) -> None:
+    bench = Bench(BWRAP, tmp_path)
+    bench.grader = FunctionsGrader(BWRAP, tmp_path / "s", QUICK, Limits(memory_bytes=200 * 2**20))
+    hungry = "import os, time\ndef double(x):\n    if x == 3:\n        [os.fork() for _ in range(3)]\n" \
+             "        held = b'x' * 2**26\n        time.sleep(0.9)\n    return 2 * x"
+    score = await bench.grade({"a.py": hungry})
+    assert "used more than" in score.details["test_all.py::test_three"]
+    await bench.grader.close()
+
+
+def num_processes_of(bench: Bench) -> int:
+    """Processes in the worker's box, seen from outside: its init, the worker, and what should not be there."""
+    return len(psutil.Process(bench.grader.worker_pid).children(recursive=True))

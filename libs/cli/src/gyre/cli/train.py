@@ -72,7 +72,7 @@ class Watcher:
 
     def __init__(self, run: RunDir, config: RunConfig, options: Options, say: Say) -> None:
         self.ledger = RunLedger()
-        self._run, self._config, self._options, self._say = run, config, options, say
+        self._run, self._config, self.options, self._say = run, config, options, say
         self._num_lines = 0
         self._num_evaluated: dict[str, int] = {}
         run.metrics.write_text("")
@@ -97,7 +97,7 @@ class Watcher:
             total = self._config.evaluation.num_tasks
             if done == total or done % 16 == 0:
                 self._say(f"held-out {fact.label}: {done} of {total} tasks")
-        lines = step_lines(self.ledger, self._options.baselines)
+        lines = step_lines(self.ledger, self.options.baselines)
         for line in lines[self._num_lines:]:
             self._say(line.text(self._config.steps))
             self._append(line)

@@ -26,10 +26,10 @@ _TMP_BYTES = 256 * 1024 * 1024
 class Limits:
     """Resource limits of one process tree; 0 leaves a limit as it is."""
 
-    memory_bytes: int = 2 * 1024**3
+    memory_bytes: int = 2 * 1024**3  # of each process, and of all together where they can be counted
     file_bytes: int = 64 * 1024 * 1024  # largest file it may write
     open_files: int = 256
-    processes: int = 64  # where the box can count them: a cgroup, or a user of its own
+    processes: int = 64  # in a box; root is not held by this limit, the functions grader counts for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Bubblewrap:
             argv += ["--ro-bind", prefix, prefix]
         for mount in box.mounts:
             argv += ["--bind" if mount.writable else "--ro-bind", str(mount.source), mount.target or str(mount.source)]
-        argv += ["--remount-ro", "/", "--chdir", box.cwd, "--", *box.argv]
+        argv += ["--remount-ro", "/", "--chdir", box.cwd, "--", *_counted(box.argv, box.limits)]
         return _limited(argv, box.limits)
 
 
@@ -120,6 +120,12 @@ def _limited(argv: list[str], limits: Limits) -> list[str]:
     if limits.open_files:
         sets.append(f"ulimit -n {limits.open_files}")
     return ["/bin/sh", "-c", "; ".join(sets) + '; exec "$@"', "sh", *argv]
+
+
+def _counted(argv: tuple[str, ...], limits: Limits) -> list[str]:
+    """`argv` with a limit on its user's processes, to be set inside the box, where the user has no others."""
+    n = limits.processes
+    return ["/bin/sh", "-c", f'{{ ulimit -u {n} || ulimit -p {n}; }} 2>/dev/null; exec "$@"', "sh", *argv]
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

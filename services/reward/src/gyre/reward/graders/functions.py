@@ -99,7 +99,8 @@ class FunctionsGrader:
     async def _start(self) -> asyncio.subprocess.Process:
         script = Path(worker.__file__)
         owns = "1" if self._sandbox.isolated else "0"
-        box = Box(argv=(sys.executable, "-s", "-P", str(script), owns, str(self._limits.processes)), cwd=str(self.room),
+        limits = (str(self._limits.processes), str(self._limits.memory_bytes))
+        box = Box(argv=(sys.executable, "-s", "-P", str(script), owns, *limits), cwd=str(self.room),
                   mounts=(Mount(self.room, writable=True), Mount(self._stage), Mount(script)), limits=self._limits)
         self._process = await asyncio.create_subprocess_exec(
             *self._sandbox.command(box), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,

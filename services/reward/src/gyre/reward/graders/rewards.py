@@ -101,9 +101,10 @@ def _read_regular(path: Path) -> str | None:
         return None
     except OSError as error:
         raise EvaluationError(f"{path.name}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise EvaluationError(f"{path.name} is not a plain file")
     with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise EvaluationError(f"{path.name} is not a plain file")
         data = file.read(MAX_REWARD_BYTES + 1)
     if len(data) > MAX_REWARD_BYTES:
         raise EvaluationError(f"{path.name} has more than {MAX_REWARD_BYTES} bytes")

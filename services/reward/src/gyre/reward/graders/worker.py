@@ -21,7 +21,9 @@ import time
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FrameType, ModuleType
 
+TICK_S = 0.05  # how often the processes of a slow test are counted
 GRACE_S = 0.5  # after the alarm inside the child has rung, before the child is killed
+MAX_SWEEPS = 5000
 MAX_LINE = 4096
 MAX_CHILD_BYTES = 4 * 1024 * 1024
 DETAIL_CHARS = 200
@@ -53,9 +55,9 @@ class Job:
 class Worker:
     """Holds compiled tests (they are trusted, their code is never run here) and the sweep that fits the sandbox."""
 
-    def __init__(self, *, owns_processes: bool, max_processes: int) -> None:
+    def __init__(self, *, owns_processes: bool, max_processes: int, max_memory_bytes: int) -> None:
         self._owns_processes = owns_processes
-        self._max_processes = max_processes
+        self._crowd = Crowd(max_processes, max_memory_bytes) if owns_processes else None
         self._code: dict[str, CodeType] = {}
         self._own_temporaries = _temporaries() if owns_processes else set()
 
@@ -101,10 +103,10 @@ class Worker:
         job.secret = os.urandom(8).hex()
         pid = os.fork()
         if pid == 0:
-            _child(job, self._code, first, write_fd, self._max_processes if self._owns_processes else 0)
+            _child(job, self._code, first, write_fd)
         os.close(write_fd)
         try:
-            return _listen(job, first, read_fd, results)
+            return _listen(job, first, read_fd, results, self._crowd)
         finally:
             os.close(read_fd)
             self._sweep(pid)
@@ -115,14 +117,27 @@ class Worker:
             shutil.rmtree(path, ignore_errors=True) if is_tree else os.unlink(path)
 
     def _sweep(self, pid: int) -> None:
-        """Kill the child and all it started. In a process namespace of our own one call reaches everything."""
-        for target in (-pid, pid, -1) if self._owns_processes else (-pid, pid):
+        """Kill the child and all it started, and wait until it is gone."""
+        for target in (-pid, pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(target, signal.SIGKILL)
         os.waitpid(pid, 0)
+        if self._owns_processes:
+            _kill_everything()
+
+
+def _kill_everything() -> None:
+    """In a process namespace of its own, one call reaches everything but this process and its init."""
+    for _ in range(MAX_SWEEPS):
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+        time.sleep(0.001)
+    raise SystemExit("what a workspace started cannot be killed")
 
 
 def _temporaries() -> set[str]:
@@ -130,17 +145,43 @@ def _temporaries() -> set[str]:
     return {os.path.join(d, n) for d in ("/tmp", "/dev/shm") if os.path.isdir(d) for n in os.listdir(d)}
 
 
-def _listen(job: Job, first: int, fd: int, results: Results) -> int:
+class Crowd:
+    """All processes of the sandbox. Root may start as many as it likes, whatever its limits say, so they are counted."""
+
+    def __init__(self, max_processes: int, max_memory_bytes: int) -> None:
+        self._max_processes, self._max_memory_bytes = max_processes, max_memory_bytes
+
+    def problem(self) -> str:
+        """In words, what there is too much of; empty if all is well."""
+        processes = [name for name in os.listdir("/proc") if name.isdigit()]
+        if len(processes) > self._max_processes:
+            return f"started more than {self._max_processes} processes"
+        resident = sum(map(_resident_bytes, processes))
+        return f"used more than {self._max_memory_bytes} bytes" if resident > self._max_memory_bytes else ""
+
+
+def _resident_bytes(process: str) -> int:
+    try:
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # it has ended
+        return 0
+
+
+def _listen(job: Job, first: int, fd: int, results: Results, crowd: Crowd | None) -> int:
     """Read what the child says until it is done, silent for too long, or dead."""
     heard = Heard(job, first, results)
     buffer, total, quiet_at = b"", 0, time.monotonic() + job.wall_s + GRACE_S
     while not heard.done:
         left = min(quiet_at, job.deadline) - time.monotonic()
-        ready = select.select([fd, 0], [], [], max(left, 0.0))[0]
+        ready = select.select([fd, 0], [], [], min(max(left, 0.0), TICK_S))[0]
         if 0 in ready:  # nothing is asked while a workspace is graded: the evaluator is gone
             raise SystemExit
         if not ready:
-            return heard.lost(f"ran longer than {job.wall_s:g} s")
+            problem = f"ran longer than {job.wall_s:g} s" if left <= TICK_S else crowd.problem() if crowd else ""
+            if problem:
+                return heard.lost(problem)
+            continue
         data = os.read(fd, 65536)
         if not data:
             return heard.lost("ended the process")
@@ -208,18 +249,18 @@ class Heard:
 # ------------------------------------------------------------------ inside the child
 
 
-def _child(job: Job, code: dict[str, CodeType], first: int, write_fd: int, max_processes: int) -> None:
+def _child(job: Job, code: dict[str, CodeType], first: int, write_fd: int) -> None:
     """Everything that happens in the child; never returns."""
     status = 1
     try:
-        _enter(job, write_fd, max_processes)
+        _enter(job, write_fd)
         _run(job, code, first)
         status = 0
     finally:
         os._exit(status)
 
 
-def _enter(job: Job, write_fd: int, max_processes: int) -> None:
+def _enter(job: Job, write_fd: int) -> None:
     """Leave everything behind that belongs to the worker: its session, its pipes, its signal handlers."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
@@ -233,8 +274,6 @@ def _enter(job: Job, write_fd: int, max_processes: int) -> None:
 
     cpu = max(1, int(job.deadline - time.monotonic()) + 2)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
-    if max_processes:
-        resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
     os.chdir(job.workspace)
     _insert_path(job)
 
@@ -390,10 +429,12 @@ class _OwnGrader:
 
 
 def main() -> None:
-    """`worker.py OWNS_PROCESSES MAX_PROCESSES`. Only below an init of its own may it kill all that it can reach."""
+    """`worker.py OWNS_PROCESSES MAX_PROCESSES MAX_MEMORY`. Only below an init of its own may it kill all it can reach."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Worker(owns_processes=sys.argv[1] == "1" and os.getppid() == 1, max_processes=int(sys.argv[2])).serve()
+    owns_processes, max_processes, max_memory_bytes = map(int, sys.argv[1:])
+    Worker(owns_processes=bool(owns_processes) and os.getppid() == 1, max_processes=max_processes,
+           max_memory_bytes=max_memory_bytes).serve()
 
 
 if __name__ == "__main__":
