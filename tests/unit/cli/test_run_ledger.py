@@ -45,7 +45,7 @@ def test_a_complete_run_balances(facts):
     ledger = ledger_of(facts)
     assert failed(ledger) == []
     assert ledger.is_complete
-    assert (len(ledger.steps), ledger.num_executions, ledger.num_timeouts_scored) == (6, 36, 12)
+    assert (len(ledger.steps), ledger.num_executions, ledger.num_timeouts_scored) == (6, 52, 12)
     targets = ledger.targets()
     assert (targets.num_targets, targets.num_trained, targets.drops) == (36 * 15, 36 * 8, {"max_paths": 36 * 7})
 

@@ -26,8 +26,8 @@ class RunLedger(FactLog):
 
     @property
     def num_executions(self) -> int:
-        """Training executions that were dispatched."""
-        return sum(len(d.fact.executions) for d in self.all(e.GroupDispatched).values() if d.fact.purpose == "train")
+        """Executions that were dispatched, for training and for evaluation."""
+        return sum(len(d.fact.executions) for d in self.all(e.GroupDispatched).values())
 
     @property
     def num_timeouts_scored(self) -> int:
