@@ -20,6 +20,7 @@ from gyre.contracts.events import MicroStepRef
 from gyre.policy.config import PolicyConfig
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
+from gyre.runtime.devices import DeviceLock
 from gyre.trainer.backends.base import Backend
 from gyre.trainer.checkpoint import newest_checkpoint, prune, write_checkpoint
 from gyre.trainer.claims import ClaimTable, Verdict
@@ -34,7 +35,6 @@ from gyre.trainer.core import (
     StepTrained,
     WorkerStarted,
 )
-from gyre.runtime.devices import DeviceLock
 from gyre.trainer.ledger import Ledger
 from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights

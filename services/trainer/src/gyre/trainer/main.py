@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from gyre.proto.trainer.v1 import service_pb2_grpc as pb_grpc
 from gyre.runtime import process as runtime
+from gyre.runtime.devices import DeviceLock
 from gyre.runtime.rpc import Server
 from gyre.runtime.service import Service
 from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.config import trainer_config
 from gyre.trainer.coordinator import Coordinator
 from gyre.trainer.core import TrainerState
-from gyre.runtime.devices import DeviceLock
 from gyre.trainer.ledger import open_ledger
 from gyre.trainer.rpc import SERVICE, CoreClient, TrainerService
 from gyre.trainer.satellite import Satellite

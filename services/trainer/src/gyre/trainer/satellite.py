@@ -19,13 +19,13 @@ from gyre.contracts.errors import GyreError
 from gyre.contracts.events import MicroStepRef
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
+from gyre.runtime.devices import DeviceLock
 from gyre.trainer.backends.base import Backend
 from gyre.trainer.claims import Verdict
 from gyre.trainer.compute import compute
 from gyre.trainer.config import DEVICE_POLL_S, READ_TIMEOUT_S, TrainerConfig
 from gyre.trainer.coordinator import Admission
 from gyre.trainer.core import DevicesReleased, DevicesTaken, WorkerStarted
-from gyre.runtime.devices import DeviceLock
 from gyre.trainer.ledger import Ledger
 from gyre.trainer.reduce import gradient_region
 from gyre.trainer.weights import descriptor_text, pull_weights

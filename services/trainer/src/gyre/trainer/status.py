@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from gyre.proto.common.v1 import status_pb2
-from gyre.runtime.process import Process
 from gyre.runtime.devices import DeviceLock
+from gyre.runtime.process import Process
 from gyre.trainer.ledger import Ledger
 
 
