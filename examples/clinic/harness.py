@@ -2,8 +2,8 @@
 
 It reads the instruction, runs the workspace's visible tests, and shows the report to the model once. The model answers
 with one-line commands, `F a 2`: apply repair 2 to module a. Each edits the real file and is answered with the state of
-that module and the next module that fails, `a . c`. After every third command the harness compacts: the model's own summary replaces the context. It ends
-after nine commands.
+that module and the next module that fails, `a . c`. After every third command the harness compacts: the model's own
+summary replaces the context. It ends after nine commands.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... [GYRE_TASK_INSTRUCTION=FILE] python -I -S harness.py [INSTRUCTION_FILE]
 

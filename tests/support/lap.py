@@ -51,9 +51,9 @@ class Lap:
         """Run until the scheduler closes the run; returns its reason."""
         async with asyncio.timeout(timeout_s), launched(self.run, self.config, self.watcher.options, self.said.append):
             deployment = load_deployment(self.run.deployment)
-            await start_run(deployment, config_digest(self.config))
+            opening = await start_run(deployment, config_digest(self.config))
             disturbing = asyncio.create_task(chaos(self)) if chaos else None
-            reason = await self.watcher.until_closed(deployment)
+            reason = await self.watcher.until_closed(deployment, opening)
             if disturbing is not None:
                 await disturbing
             return reason
