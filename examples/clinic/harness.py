@@ -2,10 +2,10 @@
 
 It reads the instruction, runs the workspace's visible tests, and shows the report to the model once. The model answers
 with one-line commands, `F a 2`: apply repair 2 to module a. Each edits the real file and is answered with the state of
-that module. After every third command the harness compacts: the model's own summary replaces the context. It ends
-after nine commands.
+that module and the next module that fails, `a . c`. After every third command the harness compacts: the model's own
+summary replaces the context. It ends after nine commands.
 
-    OPENAI_BASE_URL=... OPENAI_API_KEY=... python -I -S harness.py [INSTRUCTION_FILE]
+    OPENAI_BASE_URL=... OPENAI_API_KEY=... [GYRE_TASK_INSTRUCTION=FILE] python -I -S harness.py [INSTRUCTION_FILE]
 
 It is started once per execution, so it imports little: one socket instead of http.client halves its start-up time.
 """
@@ -154,28 +154,37 @@ def read(path: str) -> str:
         return file.read()
 
 
-def obey(command: str, tests: dict[str, object]) -> str:
-    """Edits the workspace as the model's command says; returns the observation."""
+def next_failing(name: str, states: dict[str, str]) -> str:
+    """The first failing module after this one, in a circle; "." when every module passes."""
+    place = NAMES.index(name) + 1
+    circle = NAMES[place:] + NAMES[:place]
+    return next((other for other in circle if states[other] != "."), ".")
+
+
+def obey(command: str, tests: dict[str, object], states: dict[str, str]) -> str:
+    """Edits the workspace as the model's command says and tests it again; returns the observation."""
     words = command.split()
-    if len(words) != 3 or words[0] != "F" or words[1] not in NAMES or words[2] not in ("1", "2", "3", "4"):
+    if len(words) != 3 or words[0] != "F" or words[1] not in states or words[2] not in ("1", "2", "3", "4"):
         return "?"
-    path = f"{words[1]}.py"
-    before = read(path)
+    name = words[1]
+    before = read(f"{name}.py")
     after = repair(before, int(words[2]))
     if after != before:
-        with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
+        with open(f"{name}.py", "w", encoding="utf-8") as file:  # noqa: PTH123
             file.write(after)
-    return f"{words[1]} {state_of(words[1], tests)}"
+        states[name] = state_of(name, tests)
+    return f"{name} {states[name]} {next_failing(name, states)}"
 
 
 def work(endpoint: Endpoint, instruction: str) -> None:
     tests: dict[str, object] = {}
     exec(compile(read("test_visible.py"), "test_visible.py", "exec"), tests)
-    report = " ".join(f"{name} {state_of(name, tests)}" for name in NAMES)
+    states = {name: state_of(name, tests) for name in NAMES}
+    report = " ".join(f"{name} {state}" for name, state in states.items())
     messages: list[Message] = [{"role": "user", "content": f"{instruction}\n{report}"}]
     for number in range(1, NUM_COMMANDS + 1):
         command = endpoint.ask(messages, COMMAND_TOKENS)
-        observation = obey(command, tests)
+        observation = obey(command, tests, states)
         messages += [{"role": "assistant", "content": command}, {"role": "user", "content": observation}]
         if number % COMMANDS_PER_CONTEXT == 0 and number < NUM_COMMANDS:
             messages[-1]["content"] = f"{observation}\ncompact"
@@ -188,9 +197,8 @@ def main() -> None:
     endpoint = Endpoint(
         environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"], environment.get("OPENAI_MODEL", "policy")
     )
-    named = environment.get("GYRE_TASK_INSTRUCTION") or (sys.argv[1] if len(sys.argv) > 1 else "instruction.md")
-    instruction = environment.get("GYRE_INSTRUCTION") or read(named)
-    work(endpoint, " ".join(instruction.split()))
+    instruction = environment.get("GYRE_TASK_INSTRUCTION") or (sys.argv[1] if len(sys.argv) > 1 else "instruction.md")
+    work(endpoint, " ".join(read(instruction).split()))
 
 
 if __name__ == "__main__":

@@ -205,7 +205,8 @@ class Stage:
 
     def open(self) -> None:
         """A fresh executor over what lies on the disk."""
-        self.sessions = Sessions(b"k" * 32, CallArchive(self.root / "calls.sqlite", "process"))
+        self.archive = CallArchive(self.root / "calls.sqlite", "process")
+        self.sessions = Sessions(b"k" * 32, self.archive)
         self.executor = Executor(self.settings, ProcessHarness(SandboxSettings()), self.sessions, self.blobs,
                                  lambda: self.state.executions, self.tell, self.spawn, SystemClock())
 
@@ -226,6 +227,7 @@ class Stage:
         """The executor dies and another one resumes."""
         for task in list(self.tasks):
             task.cancel()
+        self.archive.close()
         self.open()
         for effect in self.core.resume(self.state, time.time()):
             await self.executor.perform(effect)

@@ -190,8 +190,8 @@ def reference() -> dict[str, torch.Tensor]:
 
 async def published(cluster: Cluster) -> dict[str, torch.Tensor]:
     """Weights of the burst's end, whose checkpoint must have the published checksum."""
-    (fact,) = await cluster.until(WeightsPublished)
-    assert isinstance(fact, WeightsPublished) and fact.version == STEPS
+    initial, fact = await cluster.until(WeightsPublished, 2)
+    assert (initial.version, fact.version) == (0, STEPS)
     state = load_state(Path(fact.checkpoint))
     assert state_digest(state) == fact.checksum
     assert load_file(Path(fact.checkpoint) / "optimizer.safetensors")

@@ -156,6 +156,7 @@ async def test_sub_agents_that_interleave_keep_their_own_lines(tmp_path: Path) -
 async def test_a_gateway_that_comes_back_goes_on_with_the_same_contexts(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, "one", "two")
     first = await ask(bench, [Message("user", "hi")])
+    bench.archive.close()
     again = make_bench(tmp_path, "two")
     session = again.open()
     assert session.num_recorded == 1
@@ -183,7 +184,7 @@ def test_the_tree_finds_the_longest_common_prefix_there_is(steps: list[tuple[int
         if place.base is not None:
             assert (known[place.base.call][:longest] == prompt[:longest]).all()
         output = np.asarray([ord("a") + number % 2], np.int32)
-        node = tree.add(str(number), place, prompt, output)
+        node = tree.add(str(number), place, prompt, output, tree.extended(place, prompt, output))
         known[str(number)] = np.concatenate((prompt, output))
         for call, ids in known.items():
             if call == node.call:

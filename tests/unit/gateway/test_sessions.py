@@ -53,6 +53,7 @@ async def test_a_request_repeated_after_its_answer_arrived_is_another_sample(tmp
 async def test_a_gateway_that_died_after_recording_answers_the_retry_from_its_archive(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, "one")
     answer = await bench.calls.start(bench.open(), HELLO, ONCE)[1].result
+    bench.archive.close()
     again = make_bench(tmp_path, "another")
     assert await again.calls.start(again.open(), HELLO, ONCE)[1].result == answer
     assert not again.engine.attempts
@@ -148,6 +149,7 @@ async def test_a_key_opens_its_own_execution_and_outlives_the_gateway(tmp_path: 
     bench.open("g00000-000-x01")
     secret = bench.sessions.secret("g00000-000-x01")
     assert bench.sessions.authenticate(f"Bearer {secret}").spec.execution == "g00000-000-x01"
+    bench.archive.close()
     assert make_bench(tmp_path).sessions.secret("g00000-000-x01") == secret
 
 

@@ -236,6 +236,12 @@ async def test_bad_requests_and_a_full_queue_have_their_own_codes(harness: Harne
         stream.cancel()
 
 
+async def test_a_prompt_of_more_than_four_megabytes_is_judged_and_not_cut_off(harness: Harness) -> None:
+    await harness.wake(0, 3)
+    with pytest.raises(grpc.aio.AioRpcError, match="longest context"):
+        await harness.generate("a", prompt_ids=np.zeros(1_500_000, "<i4").tobytes())
+
+
 async def test_admission_can_be_closed_and_opened(harness: Harness) -> None:
     await harness.wake(0, 3)
     await harness.stub.SetAdmission(pb.SetAdmissionRequest(open=False))

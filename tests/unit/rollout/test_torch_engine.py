@@ -234,3 +234,20 @@ async def test_aborts_at_any_moment_leave_the_others_untouched(threaded: bool) -
     report = engine.load_report()
     assert report.kv_tokens_free == report.kv_tokens_total and report.num_running == report.num_waiting == 0
     await engine.close()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.5), (torch.float64, 1e-4)])
+async def test_weights_are_verified_as_announced_and_served_in_the_engines_dtype(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    engine = TorchEngine(POLICY, TorchEngineConfig(SchedulerConfig(1024, 512), dtype, min_interval_s=0.0))
+    decoder = Decoder.create(POLICY, 4)
+    await engine.load_weights(4, state_digest(decoder.state_dict()), decoder.state_dict())
+    probe = await engine.probe()
+    assert probe.ok and probe.checksum == state_digest(decoder.state_dict()), probe.detail
+    engine.resume()
+    prompt = ids_of(40, 3)
+    events = await collect(engine.submit(GenerateRequest("a", prompt, 20)))
+    want = plain_logprobs(decoder, prompt, [e.token_id for e in events])
+    np.testing.assert_allclose([e.logprob for e in events], want, atol=tolerance)
+    await engine.close()

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 def ledger(groups_per_step: int = 2, staleness_limit: int = 1, cell: int = 0) -> FakeLedger:
     made = FakeLedger(TrainerCore(cell, MembershipRules(groups_per_step, staleness_limit)))
-    made.hear(WorkerStarted(0), burst(0, 0, 2))
+    made.hear(WorkerStarted(0), written(0), burst(0, 0, 2))
     return made
 
 
@@ -91,10 +91,20 @@ def test_the_burst_ends_with_a_checkpoint_before_anything_more_is_trained() -> N
     run.hear(trained(1))
     assert run.state.owes_checkpoint and run.state.at_burst_end
     run.hear(written(2))
-    assert run.said(WeightsPublished) == [WeightsPublished(2, "sum2", 0, "dir2", "t")]
+    assert run.said(WeightsPublished)[1:] == [WeightsPublished(2, "sum2", 0, "dir2", "t")]
     assert not run.state.owes_checkpoint and run.state.at_burst_end
     run.hear(burst(1, 2, 2))
     assert not run.state.at_burst_end
+
+
+def test_the_version_a_run_starts_from_is_published_before_anything_is_trained() -> None:
+    run = FakeLedger(TrainerCore(0, MembershipRules(2, 1)))
+    run.hear(burst(0, 0, 2))
+    assert not run.state.owes_checkpoint, "before the process has said what it holds"
+    run.hear(WorkerStarted(0))
+    assert run.state.owes_checkpoint
+    run.hear(written(0))
+    assert not run.state.owes_checkpoint
 
 
 def test_after_a_crash_undurable_steps_are_trained_again_with_the_same_members_as_a_new_attempt() -> None:

@@ -341,6 +341,9 @@ def _check_not_built(config: RunConfig) -> None:
     for key in ("kl_coefficient", "entropy_coefficient"):
         if getattr(config.loss, key):
             raise ConfigError(f"loss.{key}: not built yet; use 0")
+    if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
+        raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
+                          "distribution is not built yet; use top_p = 1.0 and top_k = 0")
     if config.engine.carry != "recompute":
         raise ConfigError(f"engine.carry = {config.engine.carry!r}: not built yet; use recompute")
 

@@ -37,10 +37,12 @@ class DeviceLock:
 
     def try_take(self, epoch: int) -> bool:
         """Takes the devices for `epoch`, or returns False: the other side holds them, or a newer epoch has begun."""
-        if self._file is None and not self._try_lock():
+        held_before = self.held
+        if not held_before and not self._try_lock():
             return False
         if self.last().epoch > epoch:
-            self._unlock()
+            if not held_before:
+                self._unlock()
             return False
         self._write(EpochRecord(epoch, self._holder))
         return True

@@ -14,10 +14,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from gyre.runtime import telemetry
 
-_KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000),
-              ("grpc.keepalive_permit_without_calls", 1)]
-_SERVER = [*_KEEPALIVE, ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.so_reuseport", 0)]
-_CLIENT = [*_KEEPALIVE, ("grpc.min_reconnect_backoff_ms", 100), ("grpc.initial_reconnect_backoff_ms", 100),
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a prompt of a million token ids is 4 MB, gRPC's own limit
+_COMMON = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.keepalive_time_ms", 20_000),
+           ("grpc.keepalive_timeout_ms", 10_000), ("grpc.keepalive_permit_without_calls", 1)]
+_SERVER = [*_COMMON, ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.so_reuseport", 0)]
+_CLIENT = [*_COMMON, ("grpc.min_reconnect_backoff_ms", 100), ("grpc.initial_reconnect_backoff_ms", 100),
            ("grpc.max_reconnect_backoff_ms", 1000)]
 _EXEMPT = ("/grpc.health.", "/grpc.reflection.")
 

@@ -8,7 +8,7 @@ another one: prompt + emitted tokens, budget reduced, so no token is lost or sai
 import asyncio
 import logging
 from collections.abc import AsyncIterable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -120,11 +120,11 @@ class Output:
     def spans(self) -> tuple[VersionSpan, ...]:
         """Runs of equal weights version."""
         spans: list[VersionSpan] = []
-        for i, version in enumerate(self.versions):
-            if spans and spans[-1].version == version:
-                spans[-1] = replace(spans[-1], end=i + 1)
-            else:
-                spans.append(VersionSpan(i, i + 1, version))
+        start = 0
+        for end in range(1, len(self.versions) + 1):
+            if end == len(self.versions) or self.versions[end] != self.versions[start]:
+                spans.append(VersionSpan(start, end, self.versions[start]))
+                start = end
         return tuple(spans)
 
 

@@ -133,6 +133,11 @@ class ClaimTable:
         assert entry.offer is not None, f"{worker} offered nothing"
         self._settled |= entry.done
 
+    def stands(self, offer: Offer) -> bool:
+        """Whether an offer still counts; its worker may have been revoked while the buffer was read."""
+        entry = self._workers.get(offer.worker)
+        return entry is not None and entry.offer is offer
+
     # ------------------------------------------------------------ reading
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gyre.contracts.errors import ConfigError
 from gyre.runtime.config import CheckpointConfig, Deployment, OptimizerConfig, RunConfig
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.step import MembershipRules
@@ -28,6 +29,7 @@ class TrainerConfig:
     cell: int
     cells: int
     run: str
+    device: str
     policy: Path
     checkpoints: Path
     cells_dir: Path
@@ -63,6 +65,7 @@ def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> Trainer
         cell=cell,
         cells=run.cells.count,
         run=deployment.run,
+        device=resolve_device(run.cells.device),
         policy=Path(run.policy.checkpoint),
         checkpoints=Path(deployment.checkpoint_dir),
         cells_dir=Path(deployment.cells_dir),
@@ -73,6 +76,15 @@ def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> Trainer
         optimizer=run.optimizer,
         retention=run.checkpoints,
     )
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is cuda where there is one. Raises ConfigError for what torch cannot use here."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"cells.device = {device!r}: use auto, cpu, or cuda on a machine that has it")
+    return device
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:

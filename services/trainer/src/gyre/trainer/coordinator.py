@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gyre.contracts.errors import CheckpointError
 from gyre.contracts.events import MicroStepRef
 from gyre.policy.config import PolicyConfig
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
 from gyre.runtime.devices import DeviceLock
+from gyre.runtime.telemetry import span
 from gyre.trainer.backends.base import Backend
 from gyre.trainer.checkpoint import newest_checkpoint, prune, write_checkpoint
 from gyre.trainer.claims import ClaimTable, Verdict
@@ -70,14 +73,16 @@ class Coordinator:
         self._ticket: WeightsTicket | None = None
         self._changed = asyncio.Condition()
         self._attention = asyncio.Event()
+        self._transition: dict[str, str] = {}
         self._ticketing = asyncio.Lock()
         self._staging = staging_for(backend)
         self._backlog_at = 0.0
 
     # ------------------------------------------------------------ the loop
 
-    def attend(self) -> None:
-        """The ledger's state changed."""
+    def attend(self, transition: Mapping[str, str] | None = None) -> None:
+        """The ledger's state changed; `transition` is the trace context of a change of role."""
+        self._transition = dict(transition) if transition else self._transition
         self._attention.set()
 
     async def run(self) -> None:
@@ -106,6 +111,10 @@ class Coordinator:
     async def _restore(self) -> None:
         found = await asyncio.to_thread(newest_checkpoint, self._config.checkpoints)
         if found is not None:
+            if found.position.get("run") != self._config.run:
+                raise CheckpointError(
+                    f"{found.directory} belongs to run {found.position.get('run')!r}, this is {self._config.run!r}"
+                )
             self._backend.load_weights(found.weights)
             self._backend.load_optimizer_state(found.optimizer)
         await self._ledger.submit(WorkerStarted(0 if found is None else found.version))
@@ -119,26 +128,32 @@ class Coordinator:
             if not cell.should_hold or cell.epoch != epoch:
                 return
             await self._clock.sleep(DEVICE_POLL_S)
-        await asyncio.to_thread(self._backend.wake)
-        if cell.joined < epoch:
-            position = self._ledger.state.position
-            await self._ledger.submit(DevicesTaken(epoch, position, position))
+        with span("trainer.join", self._transition, gyre__cell__id=0, gyre__cell__epoch=epoch):
+            await asyncio.to_thread(self._backend.wake)
+            if cell.joined < epoch:
+                position = self._ledger.state.position
+                await self._ledger.submit(DevicesTaken(epoch, position, position))
 
     async def _give_devices_back(self) -> None:
         table = self._table
         await self._drop_table()
         if table is not None:
             await self._ledger.submit(AttemptFailed(table.step, table.attempt))
-        await asyncio.to_thread(self._backend.sleep)
         state = self._ledger.state
-        self._lock.give_back(state.cell.epoch)
-        await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
+        with span("trainer.release", self._transition, gyre__cell__id=0, gyre__cell__epoch=state.cell.epoch):
+            await asyncio.to_thread(self._backend.sleep)
+            self._lock.give_back()  # the epoch is the engine's to take
+            await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
 
     # ------------------------------------------------------------ one step
 
     async def _train_step(self) -> None:
         """Work on the open step until it is trained or the devices have to be given back."""
         table = await self._open_table()
+        with span("trainer.step", gyre__step=table.step, gyre__attempt=table.attempt):
+            await self._work_on(table)
+
+    async def _work_on(self, table: ClaimTable) -> None:
         while self._ledger.state.cell.should_hold:
             self._attention.clear()
             await self._supply(table)
@@ -190,7 +205,8 @@ class Coordinator:
             table, self._transfer, self._backend, self._staging, READ_TIMEOUT_S
         ):
             return False
-        assert table.complete_sum
+        if not table.complete_sum:
+            return False
         plan = self._ledger.state.plan
         rate = learning_rate(table.step, self._config.optimizer, self._config.total_steps)
         update = await asyncio.to_thread(
@@ -233,13 +249,24 @@ class Coordinator:
 
     async def join(self, cell: int, worker: str) -> Admission:
         """Take part in the running step with zeroed gradients; refused while the join window is closed."""
-        table = self._table
-        if table is None or table.window_closed:
+        table = await self._joinable_table()
+        if table is None:
             return Admission(-1, 0, None, "no step is open for joining")
         ticket = await self._training_ticket(table)
         if ticket is None or not table.join(worker, cell, self._clock.now()):
             return Admission(-1, 0, None, "the join window has closed")
         return Admission(table.step, table.attempt, ticket)
+
+    async def _joinable_table(self) -> ClaimTable | None:
+        """The running attempt while its window is open, waiting a while for one."""
+        deadline = self._clock.now() + LONG_POLL_S
+        while True:
+            table, remaining = self._table, deadline - self._clock.now()
+            if table is not None and not table.window_closed:
+                return table
+            if remaining <= 0:
+                return None
+            await self._wait_for_change(remaining)
 
     async def _training_ticket(self, table: ClaimTable) -> WeightsTicket | None:
         """Weights of the running step, offered when the first satellite asks."""
@@ -295,6 +322,11 @@ class Coordinator:
                 return
 
     # ------------------------------------------------------------ what status shows
+
+    @property
+    def version(self) -> int:
+        """Of the weights in memory."""
+        return self._ledger.state.position
 
     def gauges(self) -> dict[str, float]:
         state, table = self._ledger.state, self._table

@@ -94,7 +94,9 @@ class ClaimsObserved:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Look at the state: something the shell may have to act on has changed."""
+    """Look at the state: something the shell may have to act on has changed. `transition`: the cell's role has."""
+
+    transition: bool = False
 
 
 LocalEvent = (
@@ -139,8 +141,8 @@ class TrainerState:
 
     @property
     def owes_checkpoint(self) -> bool:
-        """A burst's last version, or the version the run starts from, is not published yet."""
-        return self.begun and self.at_burst_end and self.published < self.position
+        """The version the run starts from, or a burst's last one, is not published yet."""
+        return self.begun and self.published < self.position and (self.at_burst_end or self.published < 0)
 
 
 class TrainerCore:
@@ -175,10 +177,10 @@ class TrainerCore:
                 effects = _burst_opened(state, event)
             case CellRoleAssigned() if event.cell == self._cell:
                 state.cell.assign(event)
-                effects = [Attend()]
+                effects = [Attend(transition=True)]
             case CellRolloutReleased() if event.cell == self._cell:
                 state.cell.engine_released(event)
-                effects = [Attend()]
+                effects = [Attend(transition=True)]
             case _:
                 effects = self._local(state, event)
         return state, effects

@@ -17,7 +17,7 @@ class CellState:
     """What the facts say of this worker's cell; part of the durable state.
 
     assigned: epoch and role of the newest assignment. rollout_released: newest epoch the engine let go at.
-    joined, released: newest epochs this worker took or gave back the devices at.
+    joined, released: newest epochs this worker took or gave back the devices at. trained: newest epoch of role `train`.
     """
 
     epoch: int = 0
@@ -25,10 +25,13 @@ class CellState:
     rollout_released: int = -1
     joined: int = -1
     released: int = -1
+    trained: int = -1
 
     def assign(self, fact: CellRoleAssigned) -> None:
         if fact.epoch > self.epoch:
             self.epoch, self.role = fact.epoch, fact.role
+            if fact.role == "train":
+                self.trained = fact.epoch
 
     def engine_released(self, fact: CellRolloutReleased) -> None:
         self.rollout_released = max(self.rollout_released, fact.epoch)
@@ -40,5 +43,5 @@ class CellState:
 
     @property
     def owes_release(self) -> bool:
-        """The cell is back in rollout, and the engine waits for our word."""
-        return self.role == "rollout" and self.joined > self.released
+        """The cell is back in rollout, and the engine waits for our word, also if we never came to join."""
+        return self.role == "rollout" and self.trained > self.released

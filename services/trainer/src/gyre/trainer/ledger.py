@@ -11,7 +11,7 @@ from gyre.runtime.effects import Effect
 from gyre.runtime.process import Process
 from gyre.runtime.service import Service, Subscription
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.core import LocalEvent, TrainerCore, TrainerState
+from gyre.trainer.core import Attend, LocalEvent, TrainerCore, TrainerState
 
 
 class Ledger(Protocol):
@@ -24,11 +24,17 @@ class Ledger(Protocol):
         ...
 
 
-async def open_ledger(process: Process, config: TrainerConfig, attend: Callable[[], None]) -> Service[TrainerState]:
-    """Connect; `attend` is called after every commit that the shell may have to act on. Raises BusError."""
+Attention = Callable[[Mapping[str, str]], None]
+
+
+async def open_ledger(process: Process, config: TrainerConfig, attend: Attention) -> Service[TrainerState]:
+    """Connect; `attend` is called after every commit that the shell may have to act on. Raises BusError.
+
+    `attend` is given the trace context of the transition when the cell's role changed, an empty map otherwise.
+    """
 
     async def perform(effect: Effect, trace: Mapping[str, str]) -> None:
-        attend()
+        attend(trace if isinstance(effect, Attend) and effect.transition else {})
 
     control = Subscription(CTL, (CellRoleAssigned, BurstOpened))
     cells = Subscription(EXEC, (CellRolloutReleased,))

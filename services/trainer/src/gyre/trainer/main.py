@@ -29,14 +29,15 @@ async def worker(process: runtime.Process) -> None:
     cell, deployment = process.index, process.deployment
     config = trainer_config(process.config, deployment, cell)
     config = replace(config, policy=process.config_dir / config.policy)
-    backend = TorchBackend.load(config.policy, config.dtype, config.loss, config.optimizer if config.is_core else None)
+    optimizer = config.optimizer if config.is_core else None
+    backend = TorchBackend.load(config.policy, config.dtype, config.loss, optimizer, config.device)
     lock = DeviceLock(config.cells_dir, cell, "trainer")
     with open_transfer(process.name, config.cells_dir, deployment.transfers[cell]) as transfer:
-        service = await open_ledger(process, config, lambda: shell.attend())
+        service = await open_ledger(process, config, lambda trace: shell.attend(trace))
         parts = (transfer, process.blobs, lock, process.clock)
         coordinator = Coordinator(config, service, backend, backend.policy, *parts) if config.is_core else None
         shell = coordinator or Satellite(config, service, backend, CoreClient(deployment.trainers[0].address), *parts)
-        endpoint = TrainerService(StatusSource(process, service, lock, shell.gauges), coordinator)
+        endpoint = TrainerService(StatusSource(process, service, lock, shell), coordinator)
         listen = deployment.trainers[cell].listen
         server = Server(listen, [(SERVICE, lambda s: pb_grpc.add_TrainerServiceServicer_to_server(endpoint, s))])
         await server.start()

@@ -47,6 +47,8 @@ async def add_offers(
             log.warning("step %d attempt %d: %s revoked: %s", table.step, table.attempt, offer.worker, error)
             table.revoke(offer.worker)
             return False
+        if not table.stands(offer):
+            return False
         backend.add_gradients(staging)
         table.settle(offer.worker)
     return True

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from gyre.contracts.events import MicroStepRef
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
 from gyre.runtime.devices import DeviceLock
+from gyre.runtime.telemetry import span
 from gyre.trainer.backends.base import Backend
 from gyre.trainer.claims import Verdict
 from gyre.trainer.compute import compute
@@ -78,10 +80,12 @@ class Satellite:
         self._config, self._ledger, self._backend, self._core = config, ledger, backend, core
         self._transfer, self._blobs, self._lock, self._clock = transfer, blobs, lock, clock
         self._attention = asyncio.Event()
+        self._transition: dict[str, str] = {}
         self.version = -1
 
-    def attend(self) -> None:
-        """The ledger's state changed."""
+    def attend(self, transition: Mapping[str, str] | None = None) -> None:
+        """The ledger's state changed; `transition` is the trace context of a change of role."""
+        self._transition = dict(transition) if transition else self._transition
         self._attention.set()
 
     def gauges(self) -> dict[str, float]:
@@ -103,10 +107,11 @@ class Satellite:
 
     async def _train_while_assigned(self) -> None:
         epoch = self._ledger.state.cell.epoch
+        while self._assigned(epoch) and not self._lock.try_take(epoch):
+            await self._clock.sleep(DEVICE_POLL_S)
+        if self._lock.held:
+            await asyncio.to_thread(self._backend.wake)
         while self._assigned(epoch):
-            if not self._lock.try_take(epoch):
-                await self._clock.sleep(DEVICE_POLL_S)
-                continue
             try:
                 await self._take_part(epoch)
             except GyreError as error:
@@ -129,7 +134,8 @@ class Satellite:
             self.version = answer.ticket.version
         self._backend.zero_gradients()
         if self._ledger.state.cell.joined < epoch:
-            await self._ledger.submit(DevicesTaken(epoch, answer.step, self.version))
+            with span("trainer.join", self._transition, gyre__cell__id=self._config.cell, gyre__cell__epoch=epoch):
+                await self._ledger.submit(DevicesTaken(epoch, answer.step, self.version))
         await self._work(epoch, _Membership(worker, answer.step, answer.attempt, set()))
 
     async def _work(self, epoch: int, member: _Membership) -> None:
@@ -169,6 +175,6 @@ class Satellite:
 
     async def _give_devices_back(self) -> None:
         await asyncio.to_thread(self._backend.sleep)
-        self._lock.give_back(self._ledger.state.cell.epoch)
+        self._lock.give_back()
         if self._ledger.state.cell.owes_release:
             await self._ledger.submit(DevicesReleased(self._ledger.state.cell.epoch, self.version))

@@ -4,6 +4,8 @@ A call is written here before its record enters the service's outbox. If the gat
 it back and it is submitted again; its id makes that harmless.
 """
 
+import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from gyre.contracts.codec import pack, unpack
 from gyre.contracts.events import CallRecorded
-from gyre.rollout.gateway.messages import Answer
+from gyre.rollout.gateway.messages import Answer, CallRefused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,15 +32,40 @@ class CallArchive:
 
     def __init__(self, path: Path | str, durability: str = "power") -> None:
         self._db = sqlite3.connect(path, isolation_level=None)
+        self._waiting: list[tuple[str, int, bytes]] = []
+        self._written: asyncio.Future[None] | None = None
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
         self._db.execute("CREATE TABLE IF NOT EXISTS call (execution TEXT, number INTEGER, body BLOB NOT NULL, "
                          "PRIMARY KEY (execution, number)) WITHOUT ROWID")
 
-    def put(self, call: ArchivedCall) -> None:
-        """Make one call durable; a later put of the same execution and index replaces it."""
-        self._db.execute("INSERT OR REPLACE INTO call VALUES (?, ?, ?)",
-                         (call.record.execution, call.record.index, pack(call)))
+    async def put(self, call: ArchivedCall) -> None:
+        """Make one call durable; a later put of the same execution and index replaces it.
+
+        Calls that finish in the same turn of the event loop share one transaction.
+        """
+        loop = asyncio.get_running_loop()
+        if self._written is None:
+            self._written = loop.create_future()
+            loop.call_soon(self._write)
+        self._waiting.append((call.record.execution, call.record.index, pack(call)))
+        await asyncio.shield(self._written)
+
+    def _write(self) -> None:
+        rows, self._waiting = self._waiting, []
+        written, self._written = self._written, None
+        assert written is not None, "only `put` schedules a write"
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT OR REPLACE INTO call VALUES (?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            written.set_exception(CallRefused(503, f"the call cannot be kept: {error}", "server_error", "disk"))
+        else:
+            written.set_result(None)
 
     def load(self, execution: str) -> Iterator[ArchivedCall]:
         """The calls of an execution in the order of their index."""

@@ -54,6 +54,19 @@ class Evidence:
     is_retry: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ask:
+    """One call on its way: `keys` are the chains of its messages, `key` names it, `serial` counts the session's."""
+
+    session: Session
+    request: ChatRequest
+    keys: list[bytes]
+    key: bytes
+    evidence: Evidence
+    serial: int
+    pending: PendingCall
+
+
 Commit = Callable[[ArchivedCall], Awaitable[bool]]
 FireCallLimit = Callable[[str], Awaitable[None]]
 
@@ -117,19 +130,18 @@ class Calls:
         serial = session.num_recorded + len(session.pending)
         pending = PendingCall(f"chatcmpl-{session.spec.execution}-{serial:04d}", int(self._clock.now()))
         session.pending[key] = pending
-        pending.task = asyncio.create_task(self._run(session, request, keys, key, evidence, pending, serial))
+        pending.task = asyncio.create_task(self._run(_Ask(session, request, keys, key, evidence, serial, pending)))
         return pending
 
-    async def _run(self, session: Session, request: ChatRequest, keys: list[bytes], key: bytes, evidence: Evidence,
-                   pending: PendingCall, serial: int) -> None:
-        """One call from end to end; whatever happens, `pending` is settled."""
+    async def _run(self, ask: _Ask) -> None:
+        """One call from end to end; whatever happens, it is settled."""
         answer, error = None, None
+        spec = ask.session.spec
         try:
-            limit = session.spec.timeout_calls
-            if limit is not None and serial + 1 >= limit:
-                await self._fire_call_limit(session.spec.execution)
+            if spec.timeout_calls is not None and ask.serial + 1 >= spec.timeout_calls:
+                await self._fire_call_limit(spec.execution)
                 await asyncio.Event().wait()  # until the session is closed, which cancels this task
-            answer = await self._call(session, request, keys, key, evidence, pending, serial)
+            answer = await self._call(ask)
         except CallRefused as refused:
             error = refused
         except EngineRefused as refused:
@@ -137,23 +149,22 @@ class Calls:
         except EngineError as failed:
             error = CallRefused(503, str(failed), "server_error", "engine_unavailable")
         except GyreError as failed:
-            log.exception("call of %s", session.spec.execution)
+            log.exception("call of %s", spec.execution)
             error = CallRefused(500, str(failed), "server_error", "internal_error")
         finally:
-            session.num_errors += error is not None
-            if session.pending.get(key) is pending:
-                del session.pending[key]
-            if answer is None and error is None:
+            if ask.session.pending.get(ask.key) is ask.pending:
+                del ask.session.pending[ask.key]
+            ask.session.num_errors += error is not None
+            if answer is None and error is None:  # the execution was ended: not an error of the harness
                 error = CallRefused(500, "the call was cut off", "server_error", "internal_error")
-            pending.settle(answer, error)
+            ask.pending.settle(answer, error)
 
-    async def _call(self, session: Session, request: ChatRequest, keys: list[bytes], key: bytes, evidence: Evidence,
-                    pending: PendingCall, serial: int) -> Answer:
-        earlier, num_shared = session.earlier(keys)
-        prompt = self._renderer.prompt(request, session.tree, earlier, num_shared)
-        job = self._job(session, request, prompt, serial)
+    async def _call(self, ask: _Ask) -> Answer:
+        session, pending = ask.session, ask.pending
+        prompt = self._renderer.prompt(ask.request, session.tree, *session.earlier(ask.keys))
+        job = self._job(ask, prompt)
+        uses_tools = bool(ask.request.tools) and self.settings.tool_format == "hermes"
         detokenizer = Detokenizer(self._renderer.tokenizer, self._stop_ids)
-        uses_tools = bool(request.tools) and self.settings.tool_format == "hermes"
 
         def on_tokens(ids: list[int]) -> None:
             detokenizer.push(ids, pending.wants_text)
@@ -164,27 +175,38 @@ class Calls:
         output = Output(on_tokens)
         stalled_s = session.stall.total_s(self._clock.now())
         await self._router.generate(job, output, session.stall)
+        stall_s = session.stall.total_s(self._clock.now()) - stalled_s
         text = detokenizer.finish()
         content, tool_calls = parse_tool_calls(text, pending.answer_id) if uses_tools else (text, ())
         message = Message("assistant", content, tool_calls)
+        answer = Answer(pending.answer_id, "", message, _stop_reason(output, message),
+                        Usage(len(prompt.ids), len(output.ids), prompt.place.keep_len), pending.created)
         async with session.commit_lock:
-            call = call_id(session.spec.execution, session.num_recorded)
-            answer = Answer(pending.answer_id, call, message, _stop_reason(output, message),
-                            Usage(len(prompt.ids), len(output.ids), prompt.place.keep_len), pending.created)
-            # Another call may have been recorded meanwhile, which this prompt continues further.
-            prompt = replace(prompt, place=session.tree.locate(prompt.ids, prompt.place.inside))
-            record = self._record(session, call, prompt, output, job, evidence)
-            stall_s = session.stall.total_s(self._clock.now()) - stalled_s
-            archived = ArchivedCall(record, answer, key, transcript_key(keys, answer), stall_s)
-            self._archive.put(archived)
-            if not await self._commit(archived):
-                session.check_open()
-                raise CallRefused(409, f"execution {session.spec.execution} has ended", "conflict_error",
-                                  "execution_ended")
-            session.remember(archived)
+            return await self._keep(ask, answer, prompt, job, output, stall_s)
+
+    async def _keep(self, ask: _Ask, answer: Answer, prompt: Prompt, job: Job, output: Output, stall_s: float) -> Answer:
+        """Make the call durable and remember it. One at a time for each session, so that indices have no gaps."""
+        session, spec = ask.session, ask.session.spec
+        answer = replace(answer, call=call_id(spec.execution, session.num_recorded))
+        # Another call may have been recorded meanwhile, which this prompt continues further.
+        place = session.tree.locate(prompt.ids, prompt.place.inside)
+        ids, logprobs, behaviour = output.arrays()
+        chain = session.tree.extended(place, prompt.ids, ids)
+        record = CallRecorded(
+            execution=spec.execution, group=spec.group, call=answer.call, index=session.num_recorded,
+            base_call=place.base.call if place.base else None, keep_len=place.keep_len, prompt_len=len(prompt.ids),
+            prompt_delta=np.ascontiguousarray(prompt.ids[place.keep_len:]), output_ids=ids, logprobs=logprobs,
+            behaviour_logprobs=behaviour, spans=output.spans(), finish_reason=output.finish or "stop",
+            digest=chain.hexdigest(), model=self.settings.model, role_class=ask.evidence.role_class,
+            lineage=ask.evidence.lineage, sampling=job.sampling, cell=output.cell)
+        archived = ArchivedCall(record, answer, ask.key, transcript_key(ask.keys, answer), stall_s)
+        await self._archive.put(archived)
+        if not await self._commit(archived):
+            raise CallRefused(409, f"execution {spec.execution} has ended", "conflict_error", "execution_ended")
+        session.remember(archived, prompt.ids, place, chain)
         return answer
 
-    def _job(self, session: Session, request: ChatRequest, prompt: Prompt, serial: int) -> Job:
+    def _job(self, ask: _Ask, prompt: Prompt) -> Job:
         room = self.settings.max_context - len(prompt.ids)
         if room < 1:
             # Harnesses look for this wording to know that they should compact.
@@ -192,26 +214,13 @@ class Calls:
             raise CallRefused(400, f"This model's maximum context length is {limit} tokens. However, "
                                    f"your messages resulted in {len(prompt.ids)} tokens; the prompt is too long.",
                               code="context_length_exceeded")
-        spec = session.spec
-        sampling = replace(spec.sampling, seed=_seed(spec.seed, serial))
-        wish = self.settings.max_tokens if request.max_tokens is None else request.max_tokens
-        return Job(f"{spec.execution}-{serial:04d}-{int(self._clock.now() * 1e6):x}", spec.execution, prompt.ids,
+        spec = ask.session.spec
+        sampling = replace(spec.sampling, seed=_seed(spec.seed, ask.serial))
+        wish = self.settings.max_tokens if ask.request.max_tokens is None else ask.request.max_tokens
+        # An engine may still run a call of a gateway that died: the time makes the id another one.
+        request_id = f"{spec.execution}-{ask.serial:04d}-{int(self._clock.now() * 1e6):x}"
+        return Job(request_id, spec.execution, prompt.ids,
                    min(wish, self.settings.max_tokens, room), sampling, self._renderer.tokenizer.stop_ids)
-
-    def _record(self, session: Session, call: str, prompt: Prompt, output: Output, job: Job,
-                evidence: Evidence) -> CallRecorded:
-        ids, logprobs, behaviour = output.arrays()
-        place = prompt.place
-        inside = place.inside
-        start = inside.length if inside else 0
-        chain = session.tree.chain_of(inside).extend(np.concatenate((prompt.ids[start:], ids)))
-        return CallRecorded(
-            execution=session.spec.execution, group=session.spec.group, call=call, index=session.num_recorded,
-            base_call=place.base.call if place.base else None, keep_len=place.keep_len, prompt_len=len(prompt.ids),
-            prompt_delta=np.ascontiguousarray(prompt.ids[place.keep_len:]), output_ids=ids, logprobs=logprobs,
-            behaviour_logprobs=behaviour, spans=output.spans(), finish_reason=output.finish or "stop",
-            digest=chain.hexdigest(), model=self.settings.model, role_class=evidence.role_class,
-            lineage=evidence.lineage, sampling=job.sampling, cell=output.cell)
 
 
 def _stop_reason(output: Output, message: Message) -> StopReason:

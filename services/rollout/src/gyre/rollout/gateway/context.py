@@ -87,11 +87,6 @@ class TokenTree:
             inside, length = best, best.length
 
     @staticmethod
-    def chain_of(node: Node | None) -> TokenChain:
-        """The digest chain over a call's whole sequence; that of no ids for None."""
-        return node.chain if node else TokenChain()
-
-    @staticmethod
     def _longest(nodes: list[Node], prompt: np.ndarray, start: int) -> tuple[Node | None, int]:
         best, most = None, 0
         for node in nodes:
@@ -100,17 +95,23 @@ class TokenTree:
                 best, most = node, shared
         return best, most
 
-    def add(self, call: str, place: Place, prompt: np.ndarray, output: np.ndarray) -> Node:
-        """Hang a call whose prompt was located at `place`."""
+    @staticmethod
+    def extended(place: Place, prompt: np.ndarray, output: np.ndarray) -> TokenChain:
+        """The digest chain over the whole sequence of a call whose prompt was located at `place`."""
+        inside = place.inside
+        chain, start = (inside.chain, inside.length) if inside else (TokenChain(), 0)
+        return chain.extend(prompt[start:]).extend(output)
+
+    def add(self, call: str, place: Place, prompt: np.ndarray, output: np.ndarray, chain: TokenChain) -> Node:
+        """Hang a call whose prompt was located at `place`; `chain` = `extended(place, prompt, output)`."""
         inside = place.inside
         start = inside.length if inside else 0
-        chain = self.chain_of(inside)
         delta = np.concatenate((prompt[start:], output)).astype(np.int32, copy=False)
         if inside is not None and inside.line.length == inside.length:
             line = inside.line
             line.append(delta)
         else:
             line = _Line(np.concatenate((prompt, output)))
-        node = Node(call, len(prompt) + len(output), chain.extend(delta), line)
+        node = Node(call, len(prompt) + len(output), chain, line)
         (inside.children if inside else self._roots).append(node)
         return node

@@ -13,9 +13,10 @@ import hmac
 from dataclasses import dataclass, field
 
 import numpy as np
+from gyre.contracts.digest import TokenChain
 from gyre.contracts.events import Sampling
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
-from gyre.rollout.gateway.context import Node, TokenTree
+from gyre.rollout.gateway.context import Node, Place, TokenTree
 from gyre.rollout.gateway.messages import Answer, CallRefused, ChatRequest, ToolCall, chain_next
 
 SECRET_PREFIX = "gyre."
@@ -153,12 +154,19 @@ class Session:
                 return node, number
         return None, 0
 
-    def remember(self, call: ArchivedCall) -> Node:
-        """Take a recorded call into contexts, answers and tool calls."""
+    def recall(self, call: ArchivedCall) -> None:
+        """Take a call of an earlier life of the gateway, whose prompt is known as a delta only."""
         record = call.record
         base = self._nodes[record.base_call].ids()[:record.keep_len] if record.base_call else record.prompt_delta[:0]
         prompt = np.concatenate((base, record.prompt_delta)).astype(np.int32, copy=False)
-        node = self.tree.add(record.call, self.tree.locate(prompt), prompt, record.output_ids)
+        place = self.tree.locate(prompt)
+        self.remember(call, prompt, place, self.tree.extended(place, prompt, record.output_ids))
+        self.stall.add(call.stall_s)
+
+    def remember(self, call: ArchivedCall, prompt: np.ndarray, place: Place, chain: TokenChain) -> None:
+        """Take a recorded call into contexts, answers and tool calls."""
+        record = call.record
+        node = self.tree.add(record.call, place, prompt, record.output_ids, chain)
         self._nodes[record.call] = node
         self._transcripts[call.transcript_key] = node
         self._answers[call.request_key] = _Recorded(call.answer)
@@ -166,7 +174,6 @@ class Session:
             self._answers.pop(next(iter(self._answers)))
         self.tool_calls.update((c.id, c) for c in call.answer.message.tool_calls)
         self.num_recorded = record.index + 1
-        return node
 
     def close(self) -> None:
         """Refuse everything from now on and wake whoever waits."""
@@ -213,8 +220,7 @@ class Sessions:
         session = Session(spec, self._limits)
         archived = list(self._archive.load(spec.execution))
         for call in archived:
-            session.remember(call)
-            session.stall.add(call.stall_s)
+            session.recall(call)
         self._live[spec.execution] = session
         return archived
 

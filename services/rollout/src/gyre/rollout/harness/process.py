@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from gyre.contracts.errors import HarnessError, SandboxError
@@ -115,7 +116,9 @@ class ProcessHarness:
     def ended(self, home: Path) -> Exit | None:
         """See `Harness.ended`."""
         child = self._children.get(home)
-        if child is not None and child.poll() is not None:
+        if child is not None:
+            if child.poll() is None:
+                return None
             del self._children[home]
         try:
             return Exit(int((home / "run" / "exit").read_text()))
@@ -153,26 +156,38 @@ class ProcessHarness:
             return -1
 
 
+class _Row(NamedTuple):
+    """One process. `started`: in clock ticks since boot, 0 where that is not known."""
+
+    parent: int
+    session: int
+    started: int = 0
+
+
 def _processes_of(execution: str, shim: int) -> Iterator[int]:
     """Everything an execution started: the shim's session, its descendants, and whoever carries its environment.
 
-    Daemons that left both session and parent behind are found by their environment.
+    Daemons that left both session and parent behind are found by their environment, which is read of processes that
+    are younger than the shim alone.
     """
     table = dict(_process_table())
-    members = {pid for pid, (_, session) in table.items() if session == shim and shim > 0}
+    members = {pid for pid, row in table.items() if row.session == shim and shim > 0}
     grown = True
     while grown:
-        children = {pid for pid, (parent, _) in table.items() if parent in members} - members
+        children = {pid for pid, row in table.items() if row.parent in members} - members
         members |= children
         grown = bool(children)
     marker = f"{EXECUTION_VARIABLE}={execution}".encode()
-    for pid in table:
-        if pid != shim and pid != os.getpid() and (pid in members or marker in _environment(pid)):
+    since = table[shim].started if shim in table else 0
+    for pid, row in table.items():
+        if pid in (shim, os.getpid()):
+            continue
+        if pid in members or (row.started >= since and marker in _environment(pid)):
             yield pid
 
 
-def _process_table() -> Iterator[tuple[int, tuple[int, int]]]:
-    """(pid, (parent, session)) of every process; zombies are left out."""
+def _process_table() -> Iterator[tuple[int, _Row]]:
+    """Every process but zombies."""
     proc = Path("/proc")
     if not (proc / "self/stat").exists():
         yield from _process_table_psutil()
@@ -181,22 +196,33 @@ def _process_table() -> Iterator[tuple[int, tuple[int, int]]]:
         pids = [entry.name for entry in entries if entry.name.isdigit()]
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields = (proc / pid / "stat").read_bytes().rpartition(b")")[2].split()
+            fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
             if fields[0] != b"Z":
-                yield int(pid), (int(fields[1]), int(fields[3]))
+                yield int(pid), _Row(int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def _process_table_psutil() -> Iterator[tuple[int, tuple[int, int]]]:
+def _process_table_psutil() -> Iterator[tuple[int, _Row]]:
     for process in psutil.process_iter(["pid", "ppid", "status"]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if process.info["status"] != psutil.STATUS_ZOMBIE:
-                yield process.info["pid"], (process.info["ppid"] or 0, os.getsid(process.info["pid"]))
+                yield process.info["pid"], _Row(process.info["ppid"] or 0, os.getsid(process.info["pid"]))
+
+
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts = [os.read(descriptor, 65536)]
+        while parts[-1]:
+            parts.append(os.read(descriptor, 65536))
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
 
 
 def _environment(pid: int) -> Sequence[bytes]:
     if Path("/proc/self/environ").exists():
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return _read(f"/proc/{pid}/environ").split(b"\0")
         return []
     with contextlib.suppress(psutil.Error):
         return [f"{k}={v}".encode() for k, v in psutil.Process(pid).environ().items()]

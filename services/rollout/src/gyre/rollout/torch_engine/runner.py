@@ -23,10 +23,9 @@ class _Group:
     """Rows that attend in one call because their query counts and contexts are alike.
 
     `queries_BN` index the packed tokens (None: row b's only query is token b), `kept_P` are the places in the flattened
-    result that are real, `tokens_P` the packed tokens they belong to. `mask` is additive, [B, 1, G * N, S].
+    result that are real, `tokens_P` the packed tokens they belong to. `mask` is additive, [B, 1, N, S].
     """
 
-    num_queries: int
     blocks_M: torch.Tensor
     mask: torch.Tensor
     queries_BN: torch.Tensor | None
@@ -88,15 +87,18 @@ class PagedAttention:
         return out_THD
 
     def _attend(self, group: _Group, layer: int, q_BNHD: torch.Tensor) -> torch.Tensor:
-        """Query heads that share a key head lie along the query axis, so keys and values are never repeated."""
+        """A decode lays the heads that share a key head along the query axis, so that no key is ever repeated."""
         kv = self._cache.gather(layer, group.blocks_M)
         num_kv_heads, head_dim = kv.shape[3], kv.shape[4]
-        rows, num_queries = q_BNHD.shape[0], group.num_queries
+        rows, num_heads = q_BNHD.shape[0], q_BNHD.shape[2]
         k_BKSD, v_BKSD = kv.view(rows, -1, 2, num_kv_heads, head_dim).transpose(1, 3).unbind(2)
-        q_BKGND = q_BNHD.view(rows, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q_BKGND.flatten(2, 3), k_BKSD, v_BKSD, attn_mask=group.mask)
-        out = out.view(rows, num_kv_heads, -1, num_queries, head_dim).permute(0, 3, 1, 2, 4)
-        return out.flatten(2, 3)
+        if q_BNHD.shape[1] == 1:
+            q_BKGD = q_BNHD.view(rows, num_kv_heads, -1, head_dim)
+            out = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=group.mask)
+            return out.reshape(rows, 1, num_heads, head_dim)
+        q_BHND, gqa = q_BNHD.transpose(1, 2), num_heads != num_kv_heads
+        out = F.scaled_dot_product_attention(q_BHND, k_BKSD, v_BKSD, attn_mask=group.mask, enable_gqa=gqa)
+        return out.transpose(1, 2)
 
 
 class Runner:
@@ -105,10 +107,8 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: PagedKV) -> None:
         self.decoder = decoder
         self.cache = cache
-        config = decoder.config
         self._device = decoder.model.norm.weight.device
         self._dtype = decoder.model.norm.weight.dtype
-        self._num_per_key = config.num_heads // config.num_kv_heads
 
     @torch.inference_mode()
     def run(self, batch: Batch, slots: Slots) -> torch.Tensor:
@@ -153,16 +153,14 @@ class Runner:
         hidden_BNS = keys_S > (starts[:, None] + steps_N)[:, :, None]
         mask = np.zeros(hidden_BNS.shape, dtype=np.float32)
         mask[hidden_BNS] = -np.inf
-        mask_B1QS = self._tensor(np.tile(mask, (1, self._num_per_key, 1))[:, None]).to(self._dtype)
+        mask_B1NS = self._tensor(mask[:, None]).to(self._dtype)
         if is_whole_batch:
-            return _Group(num_queries, blocks_M, mask_B1QS, None, None, None)
+            return _Group(blocks_M, mask_B1NS, None, None, None)
         firsts = (counts_B.cumsum() - counts_B)[rows]
         queries_BN = firsts[:, None] + steps_N
         kept_P = np.flatnonzero(np.arange(num_queries)[None] < counts[:, None])
         tokens_P = queries_BN.reshape(-1)[kept_P]
-        return _Group(
-            num_queries, blocks_M, mask_B1QS, self._tensor(queries_BN), self._tensor(kept_P), self._tensor(tokens_P)
-        )
+        return _Group(blocks_M, mask_B1NS, self._tensor(queries_BN), self._tensor(kept_P), self._tensor(tokens_P))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

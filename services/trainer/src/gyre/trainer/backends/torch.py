@@ -19,10 +19,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TorchBackend:
-    """Gradients add up in float32 (float64 for a float64 model), whatever dtype the forward pass has."""
+    """Gradients add up in float32 (float64 for a float64 model), whatever dtype the forward pass has.
 
-    def __init__(self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None) -> None:
+    Starts asleep, in host memory. Awake, everything lies on `device`; for a CPU that is the same memory.
+    """
+
+    def __init__(
+        self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu"
+    ) -> None:
         """`optimizer` is given to the core only; a satellite has none."""
+        self._device = torch.device(device)
         self.decoder = decoder
         self._loss = loss
         self._parameters = dict(decoder.named_parameters())
@@ -33,27 +39,39 @@ class TorchBackend:
 
     @classmethod
     def load(
-        cls, policy: Path, dtype: torch.dtype, loss: LossConfig, optimizer: OptimizerConfig | None
+        cls, policy: Path, dtype: torch.dtype, loss: LossConfig, optimizer: OptimizerConfig | None, device: str
     ) -> TorchBackend:
         """From a Hugging Face directory."""
-        return cls(load_decoder(policy, dtype), loss, optimizer)
+        return cls(load_decoder(policy, dtype), loss, optimizer, device)
 
     @property
     def policy(self) -> PolicyConfig:
         return self.decoder.config
 
     def wake(self) -> None:
-        """Host memory needs no restoring."""
+        self._move(self._device)
 
     def sleep(self) -> None:
-        """Host memory is not a device to free."""
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _move(self, device: torch.device) -> None:
+        """In place, so that the optimizer and the masters go on naming the same tensors."""
+        if next(iter(self._parameters.values())).device.type == device.type:
+            return
+        moments = [] if self._optimizer is None else [s[k] for s in self._optimizer.state.values() for k in _MOMENTS[:2]]
+        masters = [] if self._optimizer is None else list(self._masters.values())
+        for tensor in {id(t): t for t in (*self._parameters.values(), *masters, *self._sums.values(), *moments)}.values():
+            tensor.data = tensor.data.to(device)
 
     def zero_gradients(self) -> None:
         for total in self._sums.values():
             total.zero_()
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
-        scores = score_targets(self.decoder, micro_step, choose_attention(micro_step), self._loss.temperature)
+        attention = choose_attention(micro_step, next(iter(self._parameters.values())).device)
+        scores = score_targets(self.decoder, micro_step, attention, self._loss.temperature)
         output = policy_loss(targets_of(micro_step, scores.logprob_K, scores.entropy_K), self._loss)
         grads = torch.autograd.grad(output.loss, list(self._parameters.values()), allow_unused=True)
         for total, grad in zip(self._sums.values(), grads, strict=True):
@@ -119,7 +137,7 @@ class TorchBackend:
                 master.copy_(state[f"master.{name}"])
                 moments = {k: state[f"{k}.{name}"].clone() for k in _MOMENTS if f"{k}.{name}" in state}
                 if moments:
-                    self._optimizer.state[master] = moments
+                    self._optimizer.state[master] = {k: _beside(v, k, master) for k, v in moments.items()}
                 else:
                     self._optimizer.state.pop(master, None)
         self._spread_masters()
@@ -142,6 +160,11 @@ class TorchBackend:
             for name, parameter in self._parameters.items():
                 if self._masters[name] is not parameter:
                     parameter.copy_(self._masters[name])
+
+
+def _beside(moment: torch.Tensor, key: str, master: torch.Tensor) -> torch.Tensor:
+    """AdamW counts steps on the host and keeps moments beside the weights."""
+    return moment if key == "step" else moment.to(master.device)
 
 
 def targets_of(micro_step: MicroStep, logprob_K: torch.Tensor, entropy_K: torch.Tensor | None = None) -> Targets:

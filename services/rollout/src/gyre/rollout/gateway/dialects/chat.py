@@ -105,6 +105,8 @@ def _tool(value: object, index: int) -> Mapping[str, Any]:
 
 
 def _message(value: object, index: int) -> Message:
+    if type(value) is dict and len(value) == 2 and type(value.get("content")) is str and value.get("role") in _ROLES:
+        return Message(_ROLES[value["role"]], value["content"])
     where = f"messages[{index}]"
     if not isinstance(value, dict):
         raise CallRefused(400, f"{where}: an object was expected, not {type(value).__name__}")

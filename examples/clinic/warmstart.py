@@ -1,0 +1,140 @@
+"""Builds the checkpoint that the clinic's run starts from: self-supervised, and no demonstration of solving anything.
+
+The loss is next-token prediction on random shell sessions (`sessions.py`): random commands, true observations, true
+summaries. That teaches the format and how the shell answers, so that the answer to a command can be foreseen from the
+report. It does not teach which command to give; reinforcement learning has to find that.
+
+Tokens do not weigh the same. The first report cannot be predicted, so it weighs nothing; observations are few, so they
+weigh more. The arguments of a random command are noise and weigh little: a model drilled to predict that noise learns
+to look away from the report when it writes a command, and unlearning that takes many steps.
+
+    python warmstart.py --out runs/clinic/policy
+
+A directory that was built from the same sources and settings is kept as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gyre.policy.attention import CausalAttention
+from gyre.policy.checkpoint import save_checkpoint
+from gyre.policy.decoder import Decoder
+from policy import POLICY, build_tokenizer
+from sessions import KIND, MODULE, OBSERVED, REPORT, draw, training_patterns
+
+RECORD_FILE = "warmstart.json"
+INPUTS = ("policy.py", "sessions.py", "tasks.py", "warmstart.py")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Loss weights of a random command's two arguments and of observed states; the first report 0, all else 1."""
+
+    num_updates: int = 250
+    sessions_per_update: int = 64
+    learning_rate: float = 3e-3
+    module_weight: float = 0.05
+    kind_weight: float = 0.1
+    observed_weight: float = 4.0
+    seed: int = 0
+
+
+def train(settings: Settings, log: bool = False) -> Decoder:
+    """The warm-started decoder. One thread; the same settings give the same weights on the same machine."""
+    decoder = Decoder.create(POLICY, settings.seed)
+    _soften(decoder)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    rng, patterns = np.random.default_rng(settings.seed), training_patterns()
+    for update in range(settings.num_updates):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * _schedule(update, settings.num_updates)
+        sessions = draw(rng, patterns, settings.sessions_per_update)
+        weight_W = _weights(sessions.places_W, settings)
+        loss_SW = next_token_loss(decoder, torch.from_numpy(sessions.ids_SW))
+        optimizer.zero_grad()
+        (loss_SW * weight_W).mean().backward()
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        optimizer.step()
+        if log and (update + 1) % 50 == 0:
+            summary = loss_SW[:, -13:].mean().item()
+            print(f"update {update + 1} loss {loss_SW.mean().item():.3f} summary {summary:.4f}", flush=True)
+    return decoder
+
+
+def _soften(decoder: Decoder) -> None:
+    """Larger embeddings and smaller residual writes than the usual start: tiny models find attention sooner."""
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                parameter.mul_(2.5)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.3)
+            elif name.endswith("proj.weight"):
+                parameter.mul_(0.6)
+
+
+def next_token_loss(decoder: Decoder, ids_SW: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each token but the first, [S, W - 1]."""
+    num, width = ids_SW.shape[0], ids_SW.shape[1] - 1
+    positions_T = torch.arange(width).repeat(num)
+    hidden_TE = decoder(ids_SW[:, :-1].reshape(-1), positions_T, CausalAttention([width] * num))
+    loss_T = F.cross_entropy(decoder.logits(hidden_TE), ids_SW[:, 1:].reshape(-1), reduction="none")
+    return loss_T.view(num, width)
+
+
+def _weights(places_W: np.ndarray, settings: Settings) -> torch.Tensor:
+    """Loss weights of the predicted tokens, [W - 1]."""
+    by_place = {REPORT: 0.0, MODULE: settings.module_weight, KIND: settings.kind_weight}
+    by_place[OBSERVED] = settings.observed_weight
+    return torch.tensor([by_place.get(int(place), 1.0) for place in places_W[1:]])
+
+
+def _schedule(update: int, num_updates: int) -> float:
+    """Linear warm-up over 50 updates, then a cosine down to a twentieth."""
+    return min(1.0, (update + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * update / num_updates)))
+
+
+def digest_of(settings: Settings) -> str:
+    """Identifies what the checkpoint is made from: settings, sources, and the torch that computes."""
+    digest = hashlib.sha256(json.dumps([asdict(settings), torch.__version__]).encode())
+    for name in INPUTS:
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()
+
+
+def build(directory: Path, settings: Settings, log: bool = False) -> bool:
+    """Writes the checkpoint unless it is there already; whether it had to be built."""
+    record = directory / RECORD_FILE
+    digest = digest_of(settings)
+    if record.exists() and json.loads(record.read_text(encoding="utf-8")).get("digest") == digest:
+        return False
+    started = time.perf_counter()
+    decoder = train(settings, log)
+    save_checkpoint(directory, POLICY, decoder.state_dict())
+    build_tokenizer().save(directory)
+    facts = {"digest": digest, "settings": asdict(settings), "seconds": round(time.perf_counter() - started, 1)}
+    record.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    built = build(options.out, Settings(), log=True)
+    print(f"warm start {'built' if built else 'kept'} at {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The whole system on this machine for a test: real NATS, every process, the clinic's tasks, an untrained policy."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from gyre.cli.run_dir import RunDir, create, read_pids, resolve_paths
+from gyre.cli.session import start_run
+from gyre.cli.train import Options, Watcher, launched
+from gyre.policy.checkpoint import save_checkpoint
+from gyre.policy.decoder import Decoder
+from gyre.runtime.config import RunConfig, config_digest, load_deployment, load_run
+
+CLINIC = Path(__file__).resolve().parents[2] / "examples" / "clinic"
+SMALL = ["steps=2", "burst.groups_per_step=2", "burst.executions_per_group=4", "evaluation.num_tasks=2", "reward.evaluators=2"]
+
+
+def untrained_checkpoint(directory: Path) -> Path:
+    """The clinic's policy with random weights and its tokenizer, as a Hugging Face directory."""
+    sys.path.insert(0, str(CLINIC))
+    try:
+        from policy import POLICY, build_tokenizer
+    finally:
+        sys.path.remove(str(CLINIC))
+    save_checkpoint(directory, POLICY, Decoder.create(POLICY, seed=0).state_dict())
+    build_tokenizer().save(directory)
+    return directory
+
+
+def clinic_config(tmp_path: Path, *overrides: str) -> RunConfig:
+    """The clinic's configuration on tasks and a checkpoint below `tmp_path`."""
+    checkpoint = untrained_checkpoint(tmp_path / "policy")
+    places = [f"policy.checkpoint={checkpoint}", f"tasks.root={tmp_path / 'tasks'}"]
+    return resolve_paths(load_run(CLINIC / "clinic.toml", [*SMALL, *places, *overrides]), CLINIC)
+
+
+class Lap:
+    """One run; `chaos` may kill processes meanwhile."""
+
+    def __init__(self, tmp_path: Path, config: RunConfig) -> None:
+        self.config = config
+        self.run: RunDir = create(tmp_path / "runs", config, ["test"])
+        self.said: list[str] = []
+        self.watcher = Watcher(self.run, config, Options(durability="process"), self.said.append)
+
+    async def to_the_end(self, chaos: Callable[["Lap"], Awaitable[None]] | None = None, timeout_s: float = 300) -> str:
+        """Run until the scheduler closes the run; returns its reason."""
+        async with asyncio.timeout(timeout_s), launched(self.run, self.config, self.watcher.options, self.said.append):
+            deployment = load_deployment(self.run.deployment)
+            opening = await start_run(deployment, config_digest(self.config))
+            disturbing = asyncio.create_task(chaos(self)) if chaos else None
+            reason = await self.watcher.until_closed(deployment, opening)
+            if disturbing is not None:
+                await disturbing
+            return reason
+
+    def kill(self, name: str) -> None:
+        """kill -9 of one process; the launcher starts it again."""
+        os.kill(read_pids(self.run)[name], signal.SIGKILL)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.02)
+
+    def assert_books_balance(self) -> None:
+        broken = [check.text for check in self.watcher.ledger.checks() if not check.ok]
+        assert not broken, broken
+
+
+def left_running(run: RunDir) -> dict[str, int]:
+    """Processes of the run that are still alive."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_pids(run)
+    return {}
