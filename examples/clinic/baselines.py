@@ -39,8 +39,7 @@ def random_commands(task: Path, workspace: Path, rng: random.Random) -> float:
     """Reward after the harness obeyed uniformly random commands."""
     copy_workspace(task, workspace)
     with contextlib.chdir(workspace):
-        tests: dict[str, object] = {}
-        exec(compile(harness.read("test_visible.py"), "test_visible.py", "exec"), tests)
+        tests = harness.visible_tests()
         states = {name: harness.state_of(name, tests) for name in harness.NAMES}
         for _ in range(harness.NUM_COMMANDS):
             harness.obey(f"F {rng.choice(harness.NAMES)} {rng.choice('1234')}", tests, states)

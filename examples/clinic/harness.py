@@ -130,6 +130,13 @@ def repair(text: str, kind: int) -> str:
     return re.sub(r"(\w+)\(([A-Z]+), (\w+)\)", r"\1(\3, \2)", text)
 
 
+def visible_tests() -> dict[str, object]:
+    """The workspace's test functions by name."""
+    tests: dict[str, object] = {}
+    exec(compile(read("test_visible.py"), "test_visible.py", "exec"), tests)
+    return tests
+
+
 def run_test(name: str, kind: int, tests: dict[str, object]) -> bool:
     try:
         tests[f"test_{name}_{kind}"]()  # type: ignore[operator]
@@ -177,8 +184,7 @@ def obey(command: str, tests: dict[str, object], states: dict[str, str]) -> str:
 
 
 def work(endpoint: Endpoint, instruction: str) -> None:
-    tests: dict[str, object] = {}
-    exec(compile(read("test_visible.py"), "test_visible.py", "exec"), tests)
+    tests = visible_tests()
     states = {name: state_of(name, tests) for name in NAMES}
     report = " ".join(f"{name} {state}" for name, state in states.items())
     messages: list[Message] = [{"role": "user", "content": f"{instruction}\n{report}"}]

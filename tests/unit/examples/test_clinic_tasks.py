@@ -21,8 +21,7 @@ def enter(monkeypatch: pytest.MonkeyPatch, task: Path, workspace: Path) -> tuple
     """The visible tests and the states of a fresh workspace, which becomes the working directory."""
     baselines.copy_workspace(task, workspace)
     monkeypatch.chdir(workspace)
-    tests: dict[str, object] = {}
-    exec(compile(harness.read("test_visible.py"), "test_visible.py", "exec"), tests)
+    tests = harness.visible_tests()
     return tests, {name: harness.state_of(name, tests) for name in harness.NAMES}
 
 
