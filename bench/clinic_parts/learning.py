@@ -49,7 +49,7 @@ class Execution:
 class Recipe:
     """Optimizer and loss settings of the run."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     beta1: float = 0.9
     beta2: float = 0.95
     clip_low: float = 0.2

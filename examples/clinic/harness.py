@@ -2,8 +2,8 @@
 
 It reads the instruction, runs the workspace's visible tests, and shows the report to the model once. The model answers
 with one-line commands, `F a 2`: apply repair 2 to module a. Each edits the real file and is answered with the state of
-that module and the next module that fails, `a . c`. After every third command the harness compacts: the model's own summary replaces the context. It ends
-after nine commands.
+that module and the next module that fails, `a . c`. After every third command the harness compacts: the model's own
+summary replaces the context. It ends after nine commands.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... [GYRE_TASK_INSTRUCTION=FILE] python -I -S harness.py [INSTRUCTION_FILE]
 
@@ -130,6 +130,13 @@ def repair(text: str, kind: int) -> str:
     return re.sub(r"(\w+)\(([A-Z]+), (\w+)\)", r"\1(\3, \2)", text)
 
 
+def visible_tests() -> dict[str, object]:
+    """The workspace's test functions by name."""
+    tests: dict[str, object] = {}
+    exec(compile(read("test_visible.py"), "test_visible.py", "exec"), tests)
+    return tests
+
+
 def run_test(name: str, kind: int, tests: dict[str, object]) -> bool:
     try:
         tests[f"test_{name}_{kind}"]()  # type: ignore[operator]
@@ -177,8 +184,7 @@ def obey(command: str, tests: dict[str, object], states: dict[str, str]) -> str:
 
 
 def work(endpoint: Endpoint, instruction: str) -> None:
-    tests: dict[str, object] = {}
-    exec(compile(read("test_visible.py"), "test_visible.py", "exec"), tests)
+    tests = visible_tests()
     states = {name: state_of(name, tests) for name in NAMES}
     report = " ".join(f"{name} {state}" for name, state in states.items())
     messages: list[Message] = [{"role": "user", "content": f"{instruction}\n{report}"}]

@@ -140,6 +140,15 @@ def test_stopping_ends_the_open_burst_and_closes_without_the_last_evaluation():
     assert core.decide(state, PLAN, Colocate()) == [e.RunClosed("stopped: user", 0)]
 
 
+def test_a_run_that_was_stopped_is_opened_again_where_it_was():
+    state = core.fold(core.initial(2), e.RunOpened("d", 1, 2))
+    state = core.fold(state, e.RunClosed("stopped: user", 0))
+    assert core.decide(state, PLAN, Colocate()) == []
+    state = core.fold(state, e.RunOpened("d", 1, 2, 0, 0, opening=1))
+    state = core.fold(state, e.RunClosed("stopped: user", 0))  # the old one, seen again
+    assert (state.phase(), state.closed) == ("evaluating", "")
+
+
 def test_nothing_is_dispatched_before_every_engine_is_ready():
     state = core.fold(core.initial(2), e.RunOpened("d", 1, 2))
     state = core.fold(state, e.CellRolloutReady(0, 0, 0, ""))

@@ -18,6 +18,23 @@ from gyre.policy.config import PolicyConfig
 from torch import nn
 
 
+class Linear(nn.Linear):
+    """Left uninitialised: `Decoder.create` or `Decoder.from_state` fills it.
+
+    On the meta device, drawing torch's default initialisation would import sympy and 800 modules more (2 s).
+    """
+
+    def reset_parameters(self) -> None:
+        """Nothing; see the class."""
+
+
+class Embedding(nn.Embedding):
+    """Left uninitialised, as `Linear` is."""
+
+    def reset_parameters(self) -> None:
+        """Nothing; see `Linear`."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last axis."""
 
@@ -38,10 +55,10 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -62,9 +79,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_TE)) * self.up_proj(x_TE))
@@ -92,28 +109,29 @@ class Trunk(nn.Module):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
-    """The policy network. With tied embeddings there is no ``lm_head`` parameter, as in Hugging Face checkpoints."""
+    """The policy network. With tied embeddings there is no ``lm_head`` parameter, as in Hugging Face checkpoints.
+
+    Use `create` or `from_state`; the bare constructor leaves the parameters uninitialised.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
         self.config = config
         self.model = Trunk(config)
         self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         )
 
     @classmethod
     def create(cls, config: PolicyConfig, seed: int) -> Decoder:
         """A freshly initialised decoder on the CPU in float32; the same (config, seed) gives the same bytes."""
-        with torch.device("meta"):
-            decoder = cls(config)
-        decoder.to_empty(device="cpu")
+        decoder = cls(config)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in sorted(decoder.named_parameters()):
             _initialise(name, parameter, config, generator)

@@ -21,7 +21,7 @@ class State:
     """Everything the scheduler knows. `burst` is the number of the last burst opened, -1 before the first."""
 
     cells: list[CellState]
-    opened: bool = False
+    opening: int = -1  # number of the newest opening
     closed: str = ""
     stop_reason: str = ""
     burst: int = -1
@@ -32,10 +32,12 @@ class State:
     groups: dict[str, e.GroupDispatched] = field(default_factory=dict)
     completed: set[str] = field(default_factory=set)
     water: Waterlevel = field(default_factory=Waterlevel)
-    num_groups_stepped: int = 0
     steps_finished: int = 0
     published_version: int = 0
-    first_version: int = 0
+
+    @property
+    def opened(self) -> bool:
+        return self.opening >= 0
 
     @property
     def settled(self) -> bool:
@@ -61,10 +63,9 @@ def initial(num_cells: int) -> State:
 def fold(state: State, fact: e.Fact) -> State:
     """The state after `fact`; a fact that is seen again changes nothing."""
     match fact:
-        case e.RunOpened():
-            state.opened, state.closed, state.stop_reason = True, "", ""
-            state.first_version = min(state.first_version, fact.first_version)
-        case e.RunClosed():
+        case e.RunOpened() if fact.opening > state.opening:
+            state.opening, state.closed, state.stop_reason = fact.opening, "", ""
+        case e.RunClosed() if fact.opening == state.opening:
             state.closed = fact.reason
         case e.BurstOpened() if fact.burst > state.burst:
             state.burst, state.burst_open = fact.burst, True
@@ -132,7 +133,7 @@ def decide(state: State, plan: Plan, schedule: Schedule) -> list[e.Fact]:
     if state.water.level > 0:
         return []
     reason = f"stopped: {state.stop_reason}" if state.stop_reason else "completed"
-    return [e.RunClosed(reason, state.published_version)]
+    return [e.RunClosed(reason, state.published_version, state.opening)]
 
 
 def _all_serve(state: State) -> bool:
