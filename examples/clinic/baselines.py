@@ -1,70 +1,66 @@
-"""What no policy, the solution and uniformly random commands earn, on real files and by the real grader.
+"""What the held-out tasks are worth without a policy, on real files and with the real grader.
 
-    python baselines.py [NUM_TASKS]          runs in a temporary directory
+do_nothing: the workspace as the agent finds it. random: as many uniformly random commands as the harness allows.
+oracle: the task's solution in place of the modules.
+
+    python baselines.py --root TASKS --num-tasks 64 --seed 0     prints one line of JSON
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import json
 import random
 import shutil
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
-import grader
-import harness
-import tasks
-
-
-def copy_workspace(task: Path, workspace: Path) -> None:
-    """The workspace as a harness finds it."""
-    shutil.copytree(task / "workspace", workspace)
+from grader import NAMES, grade
+from harness import NUM_COMMANDS, repair
 
 
-def do_nothing(task: Path, workspace: Path) -> float:
-    """Reward of the untouched workspace."""
-    copy_workspace(task, workspace)
-    return grader.grade(workspace, task).reward
+def leave_it(workspace: Path, task: Path, dice: random.Random) -> None:
+    """Do nothing."""
 
 
-def oracle(task: Path, workspace: Path) -> float:
-    """Reward after the solution's files replaced the broken ones."""
-    copy_workspace(task, workspace)
-    shutil.copytree(task / "solution", workspace, dirs_exist_ok=True)
-    return grader.grade(workspace, task).reward
+def act_at_random(workspace: Path, task: Path, dice: random.Random) -> None:
+    """Random well-formed commands: any module, any repair."""
+    for _ in range(NUM_COMMANDS):
+        path = workspace / f"{dice.choice(NAMES)}.py"
+        path.write_text(repair(path.read_text(encoding="utf-8"), dice.randint(1, 4)), encoding="utf-8")
 
 
-def random_commands(task: Path, workspace: Path, rng: random.Random) -> float:
-    """Reward after the harness obeyed uniformly random commands."""
-    copy_workspace(task, workspace)
-    with contextlib.chdir(workspace):
-        tests = harness.visible_tests()
-        states = {name: harness.state_of(name, tests) for name in harness.NAMES}
-        for _ in range(harness.NUM_COMMANDS):
-            harness.obey(f"F {rng.choice(harness.NAMES)} {rng.choice('1234')}", tests, states)
-    return grader.grade(workspace, task).reward
+def solve(workspace: Path, task: Path, dice: random.Random) -> None:
+    """Put the task's solution in place."""
+    for path in (task / "solution").glob("*.py"):
+        shutil.copyfile(path, workspace / path.name)
 
 
-def measure(root: Path, num_tasks: int, seed: int = 0) -> dict[str, float]:
-    """Mean reward of the three over held-out tasks, written below ``root``."""
-    rng = random.Random(f"baselines/{seed}")
-    rewards: dict[str, list[float]] = {"do_nothing": [], "random_commands": [], "oracle": []}
-    for index in range(num_tasks):
-        query = tasks.generate(seed, "held-out", index)
-        task = root / query.task
-        tasks.write(query, task, seed)
-        rewards["do_nothing"].append(do_nothing(task, root / f"nothing-{index}"))
-        rewards["random_commands"].append(random_commands(task, root / f"random-{index}", rng))
-        rewards["oracle"].append(oracle(task, root / f"oracle-{index}"))
-    return {name: sum(values) / len(values) for name, values in rewards.items()}
+def value_of(act: Callable[[Path, Path, random.Random], None], tasks: list[Path], seed: int) -> float:
+    """Mean reward of `act` over the tasks."""
+    rewards = []
+    for number, task in enumerate(tasks):
+        with tempfile.TemporaryDirectory() as directory:
+            workspace = Path(directory) / "workspace"
+            shutil.copytree(task / "workspace", workspace)
+            act(workspace, task, random.Random(f"{seed}/{number}"))
+            rewards.append(grade(workspace, task).reward)
+    return fmean(rewards)
 
 
 def main() -> None:
-    num_tasks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
-    with tempfile.TemporaryDirectory() as root:
-        for name, value in measure(Path(root), num_tasks).items():
-            print(f"{name} {value:.3f}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, required=True, help="task directories")
+    parser.add_argument("--num-tasks", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    tasks = sorted(p.parent for p in (arguments.root / "held-out").glob("*/instruction.md"))[: arguments.num_tasks]
+    if not tasks:
+        raise SystemExit(f"{arguments.root}: no held-out tasks; make them with tasks.py")
+    ways = {"do_nothing": leave_it, "random": act_at_random, "oracle": solve}
+    print(json.dumps({name: round(value_of(act, tasks, arguments.seed), 4) for name, act in ways.items()}))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,6 @@ async def test_the_run_ends_well_although_every_kind_of_process_is_killed(tmp_pa
     lap.assert_books_balance()
     ledger = lap.watcher.ledger
     assert len(ledger.steps) == 4
-    endings = {x.ending for x in ledger.executions.values()}
+    endings = {x.terminated.fact.ending for x in ledger.executions.values()}
     assert endings <= {"finished", "timed_out"}, endings
     assert left_running(lap.run) == {}

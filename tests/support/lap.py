@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from gyre.cli.prepare import prepare
 from gyre.cli.run_dir import RunDir, create, read_pids, resolve_paths
 from gyre.cli.session import start_run
 from gyre.cli.train import Options, Watcher, launched
@@ -43,17 +44,18 @@ class Lap:
 
     def __init__(self, tmp_path: Path, config: RunConfig) -> None:
         self.config = config
-        self.run: RunDir = create(tmp_path / "runs", config, ["test"])
         self.said: list[str] = []
+        prepare(config, self.said.append)
+        self.run: RunDir = create(tmp_path / "runs", config, ["test"])
         self.watcher = Watcher(self.run, config, Options(durability="process"), self.said.append)
 
     async def to_the_end(self, chaos: Callable[["Lap"], Awaitable[None]] | None = None, timeout_s: float = 300) -> str:
         """Run until the scheduler closes the run; returns its reason."""
         async with asyncio.timeout(timeout_s), launched(self.run, self.config, self.watcher.options, self.said.append):
             deployment = load_deployment(self.run.deployment)
-            await start_run(deployment, config_digest(self.config))
+            opening = await start_run(deployment, config_digest(self.config))
             disturbing = asyncio.create_task(chaos(self)) if chaos else None
-            reason = await self.watcher.until_closed(deployment)
+            reason = await self.watcher.until_closed(deployment, opening)
             if disturbing is not None:
                 await disturbing
             return reason

@@ -93,6 +93,22 @@ def test_a_call_that_was_made_and_not_recorded_is_found(facts):
     assert "3 made, 2 recorded" in next(c for c in ledger.checks() if c.name == "calls made").text
 
 
+def test_sampled_tokens_that_come_back_under_other_ids_are_counted(facts):
+    calls = [fact for fact, _ in facts if isinstance(fact, e.CallRecorded)]
+    base = calls[0]
+    later = next(c for c in calls if c.execution == base.execution and c.index == base.index + 1)
+
+    def read_again(keep_len: int) -> str:
+        again = replace(later, base_call=base.call, keep_len=keep_len, prompt_delta=later.prompt_delta[:0], prompt_len=keep_len)
+        ledger = ledger_of([(base, 1.0), (again, 2.0)])
+        return next(c for c in ledger.checks() if c.name == "sampled tokens read again").sum_text
+
+    num = len(base.output_ids)
+    assert read_again(base.prompt_len + num) == f"{num} by their ids + 0 re-tokenised"
+    assert read_again(base.prompt_len + 1) == f"1 by their ids + {num - 1} re-tokenised"
+    assert read_again(base.prompt_len) == "0 re-tokenised"  # another continuation of the same prompt
+
+
 def test_two_calls_of_one_index_are_found(facts):
     call = next(fact for fact, _ in facts if isinstance(fact, e.CallRecorded))
     assert "calls made" in failed(ledger_of([*facts, (replace(call, call=f"{call.call}b"), 1.0)]))

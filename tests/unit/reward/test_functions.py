@@ -1,5 +1,6 @@
 """The functions grader on honest, broken and hostile workspaces; in a plain process, and in bubblewrap where it is."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -137,6 +138,12 @@ os.write(3, json.dumps(["done", 4, False, ""]).encode() + b"\\n")
 os._exit(0)
 """
 FLOOD_PIPE = "import os\nwhile True: os.write(3, b'x' * 65536)"
+FIND = """
+import sys
+frame = sys._getframe()
+while "reports" not in frame.f_locals: frame = frame.f_back
+reports = frame.f_locals["reports"]
+"""
 PATCH = """
 import builtins, os, json, signal
 class Fake(AssertionError):
@@ -152,9 +159,13 @@ async def test_what_a_workspace_prints_is_no_result(bench: Bench) -> None:
     assert failed(await bench.grade({"a.py": FORGE_OUTPUT})) == {"test_two", "test_three"}
 
 
-@pytest.mark.parametrize("a", [FORGE_PIPE, FLOOD_PIPE,
-                               "import os\nos.write(3, b'[]\\n')\nos._exit(0)",
-                               "import os\nos.write(3, b'[' * 5000 + b'\\n')\nos._exit(0)"])
+@pytest.mark.parametrize("a", [
+    FORGE_PIPE, FLOOD_PIPE, "import os\nos.write(3, b'[]\\n')\nos._exit(0)",
+    "import os\nos.write(3, b'[' * 5000 + b'\\n')\nos._exit(0)",
+    *(f"{FIND}{forgery}; reports.flush()\ndef double(x): return 2 * x\n" for forgery in (
+        "reports.add('end', 2, True)", "reports.add('done', 4)", "reports.add('import', 0)", "reports.add('begin', 1)",
+        "reports.add('begin', 0); reports.add('end', 0, 1)")),
+])
 async def test_a_forged_report_fails_everything_and_is_told(bench: Bench, a: str) -> None:
     score = await bench.grade({"a.py": a})
     assert (score.reward, score.metrics) == (0.0, {"forged": 1.0})
@@ -303,3 +314,13 @@ async def test_what_processes_hold_together_is_limited_too(tmp_path: Path) -> No
 def num_processes_of(bench: Bench) -> int:
     """Processes in the worker's box, seen from outside: its init, the worker, and what should not be there."""
     return len(psutil.Process(bench.grader.worker_pid).children(recursive=True))
+
+
+async def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next_one(bench: Bench) -> None:
+    await bench.grade({})
+    slow = asyncio.create_task(bench.grade({"a.py": "import time\ntime.sleep(0.5)\ndef double(x): return 1\n"}))
+    while bench.num < 2:
+        await asyncio.sleep(0.01)
+    slow.cancel()
+    await asyncio.wait((slow,))
+    assert slow.cancelled() and (await bench.grade({})).reward == 1.0

@@ -1,5 +1,6 @@
 """Which box is chosen, and what a box holds back."""
 
+import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gyre.contracts.errors import ConfigError, SandboxError
-from gyre.reward.config import evaluator_config, open_grader
+from gyre.reward.config import evaluator_config, fresh_scratch, open_grader
 from gyre.reward.process import run_box
 from gyre.reward.sandbox import (
     Box,
@@ -78,7 +79,9 @@ async def test_a_limit_that_fires_leaves_the_partial_output_and_kills_the_whole_
             "print(subprocess.Popen(['sleep', '1000']).pid, flush=True)\ntime.sleep(1000)")
     exit_code, output = await run(code, tmp_path, timeout_s=1.0)
     assert exit_code is None and output.startswith("partial")
-    assert not is_alive(int(output.split()[1]))
+    async with asyncio.timeout(20):
+        while is_alive(int(output.split()[1])):
+            await asyncio.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
@@ -149,3 +152,14 @@ def test_every_grader_opens_where_bubblewrap_is(tmp_path: Path, grader: str) -> 
     config = evaluator_config(RunConfig("r", run.policy, run.tasks, HarnessConfig(("h",)), reward=run.reward), tmp_path,
                               deployment(), 0)
     assert open_grader(config, tmp_path / "scratch").name == grader
+
+
+def test_scratch_is_in_memory_where_it_fits_and_what_a_killed_process_left_is_gone(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    first = fresh_scratch(tmp_path / "state", "reward-0", 1, memory)
+    (first / "left").write_text("x")
+    assert fresh_scratch(tmp_path / "state", "reward-0", 1, memory) == first and list(first.iterdir()) == []
+    assert first.parent == memory and fresh_scratch(tmp_path / "other", "reward-0", 1, memory) != first
+    for room, place in ((2**60, memory), (1, tmp_path / "none")):
+        assert fresh_scratch(tmp_path / "state", "reward-0", room, place) == tmp_path / "state/reward-0-scratch"

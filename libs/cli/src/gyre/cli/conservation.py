@@ -24,6 +24,7 @@ class Check:
     total: int
     parts: dict[str, int]
     problems: tuple[str, ...] = ()
+    always_shown: tuple[str, ...] = ()  # parts that are shown also when they are zero
 
     @property
     def ok(self) -> bool:
@@ -32,7 +33,8 @@ class Check:
     @property
     def sum_text(self) -> str:
         """The parts that are not zero, as a sum."""
-        shown = [(name, num) for name, num in self.parts.items() if num] or list(self.parts.items())[:1]
+        shown = [(name, num) for name, num in self.parts.items() if num or name in self.always_shown]
+        shown = shown or list(self.parts.items())[:1]
         return " + ".join(f"{num:,} {name}" for name, num in shown)
 
     @property
@@ -61,7 +63,7 @@ class Targets:
 def check_all(log: FactLog) -> tuple[Check, ...]:
     """Every check of a run, in the order of a token's journey."""
     rows = executions(log)
-    return (_executions(rows), _verdicts(rows), _calls(log, rows), _sampled(log, rows), _targets(log),
+    return (_executions(rows), _verdicts(rows), _calls(log, rows), _read_again(log), _sampled(log, rows), _targets(log),
             _steps(log), _trained_once(log), _groups(log), _messages(log))
 
 
@@ -119,6 +121,19 @@ def _calls(log: FactLog, rows: dict[str, Execution]) -> Check:
     problems += [f"{name} has two calls of one index" for name in _repeated_indices(log)]
     on_record = sum(count.num_calls for name, count in recorded.items() if name in made)
     return Check("calls made", sum(made.values()), {"recorded": on_record}, _named(problems))
+
+
+def _read_again(log: FactLog) -> Check:
+    """Sampled tokens that a later call read as context: by their own ids, or re-tokenised where the ids diverge inside them."""
+    exact = retokenised = 0
+    for note in log.calls.values():
+        base = log.calls.get(note.base_call or "")
+        if base is not None and note.keep_len > base.prompt_len:
+            kept = min(note.keep_len - base.prompt_len, base.num_sampled)
+            exact += kept
+            retokenised += base.num_sampled - kept
+    return Check("sampled tokens read again", exact + retokenised, {"by their ids": exact, "re-tokenised": retokenised},
+                 always_shown=("re-tokenised",))
 
 
 def _repeated_indices(log: FactLog) -> set[str]:

@@ -53,6 +53,7 @@ def conclude(run: RunDir, config: RunConfig, watcher: Watcher, options: Options,
     before, after = estimate_of(ledger, "before"), estimate_of(ledger, "after")
     control_after = estimate_of(control, "after") if control is not None else None
     context = ReportContext(run_dir=run.path, config=config, baselines=options.baselines, control=control_after,
+                            control_rewards=control.evaluation("after").rewards if control is not None else {},
                             proves=PROVES)
     write_report(ledger, context, run.report)
     if before is not None and after is not None:

@@ -39,6 +39,8 @@ class CallNote:
     num_sampled: int
     digest: str
     time_s: float
+    base_call: str | None = None
+    keep_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +53,8 @@ class _CallHead:
     prompt_len: int
     output_ids: np.ndarray
     digest: str
+    base_call: str | None
+    keep_len: int
 
 
 @dataclass(slots=True)
@@ -87,7 +91,7 @@ class FactLog:
         row = row_of(fact)
         if isinstance(fact, e.CallRecorded):
             self._add_call(CallNote(fact.call, fact.execution, fact.index, fact.prompt_len, len(fact.output_ids),
-                                    fact.digest, time_s))
+                                    fact.digest, time_s, fact.base_call, fact.keep_len))
         elif not isinstance(fact, UNCOUNTED):
             known = self.facts.setdefault(row.record, {})
             key = row.key(fact)
@@ -118,7 +122,7 @@ class FactLog:
             raise BrokenBody(f"{envelope.type}: its body lies at {envelope.ref.path} and was not loaded")
         head = unpack(body, _CallHead) if body is not None else from_plain(envelope.data, _CallHead)
         self._add_call(CallNote(head.call, head.execution, head.index, head.prompt_len, len(head.output_ids),
-                                head.digest, time_s))
+                                head.digest, time_s, head.base_call, head.keep_len))
 
     def _which(self, name: str, one: Stamped, other: Stamped) -> Stamped:
         """Which of two facts with one key counts: the first said, and of a step the one of its newest attempt."""

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 START_ATTEMPTS = 120
 
 
-async def start_run(deployment: Deployment, config_digest: str) -> bool:
-    """Ask the scheduler to open the run, waiting until one leads; returns whether it was open already.
+async def start_run(deployment: Deployment, config_digest: str) -> int:
+    """Ask the scheduler to open the run, waiting until one leads; returns the number of the opening.
 
     Raises:
         GyreError: no scheduler leads, or it runs another configuration.
@@ -34,7 +34,7 @@ async def start_run(deployment: Deployment, config_digest: str) -> bool:
         for _ in range(START_ATTEMPTS):
             try:
                 reply = await stub.StartRun(pb.StartRunRequest(config_digest=config_digest))
-                return reply.already_open
+                return reply.opening
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise GyreError(f"the scheduler refused to start the run: {error.details()}") from error

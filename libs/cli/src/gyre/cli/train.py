@@ -16,9 +16,11 @@ from gyre.cli.session import follow, start_run
 from gyre.contracts.errors import GyreError
 from gyre.contracts.events import GroupCompleted, RunClosed, StepFinished
 from gyre.runtime.blobs import open_blobs
+from gyre.runtime.bus import Bus
 from gyre.runtime.config import Deployment, RunConfig, config_digest, load_deployment
 
 Say = Callable[[str], None]
+REST_S = 20.0  # for facts that were said before the run closed
 
 
 class Interrupted(GyreError):
@@ -77,19 +79,34 @@ class Watcher:
         self._num_evaluated: dict[str, int] = {}
         run.metrics.write_text("")
 
-    async def until_closed(self, deployment: Deployment) -> str:
-        """Follow the run until it closes; returns the reason it gives."""
+    async def until_closed(self, deployment: Deployment, opening: int) -> str:
+        """Follow the run until its opening number `opening` closes; returns the reason it gives."""
         bus = await connect_patiently(deployment.nats_url)
+        closed = asyncio.get_running_loop().create_future()
+        reading = asyncio.create_task(self._read(bus, deployment, opening, closed))
         try:
-            async for envelope, fact in follow(bus, deployment.run, open_blobs(deployment.blobs)):
-                self.ledger.fold(fact, envelope.time / 1e9)
-                if isinstance(fact, StepFinished | GroupCompleted):
-                    self._show(fact)
-                if isinstance(fact, RunClosed):
-                    return fact.reason
+            await asyncio.wait({reading, closed}, return_when=asyncio.FIRST_COMPLETED)
+            # The streams are read side by side: what was said before the end may be read after it.
+            await asyncio.wait({reading}, timeout=REST_S if closed.done() else 0)
+            if reading.done():
+                reading.result()
+            if not closed.done():
+                raise GyreError("the run's facts ended")
+            return closed.result()
         finally:
+            reading.cancel()
             await bus.close()
-        raise GyreError("the run's facts ended")
+
+    async def _read(self, bus: Bus, deployment: Deployment, opening: int, closed: asyncio.Future[str]) -> None:
+        """Fold facts until the run is closed and all that belongs to it has been read."""
+        async for envelope, fact in follow(bus, deployment.run, open_blobs(deployment.blobs)):
+            self.ledger.fold(fact, envelope.time / 1e9)
+            if isinstance(fact, StepFinished | GroupCompleted):
+                self._show(fact)
+            if isinstance(fact, RunClosed) and fact.opening >= opening and not closed.done():
+                closed.set_result(fact.reason)
+            if closed.done() and self.ledger.is_complete:
+                return
 
     def _show(self, fact: StepFinished | GroupCompleted) -> None:
         if isinstance(fact, GroupCompleted) and fact.purpose == "eval":
@@ -97,11 +114,10 @@ class Watcher:
             total = self._config.evaluation.num_tasks
             if done == total or done % 16 == 0:
                 self._say(f"held-out {fact.label}: {done} of {total} tasks")
-        lines = step_lines(self.ledger, self.options.baselines)
-        for line in lines[self._num_lines:]:
+        for line in step_lines(self.ledger, self.options.baselines, self._num_lines):
             self._say(line.text(self._config.steps))
             self._append(line)
-        self._num_lines = len(lines)
+            self._num_lines += 1
 
     def _append(self, line: StepLine) -> None:
         with self._run.metrics.open("a") as file:
@@ -121,8 +137,8 @@ async def _follow_until_end(run: RunDir, config: RunConfig, options: Options, sa
                             failure: asyncio.Future[str] | None) -> Watcher:
     deployment = load_deployment(run.deployment)
     watcher = Watcher(run, config, options, say)
-    await start_run(deployment, config_digest(config))
-    closed = asyncio.create_task(watcher.until_closed(deployment))
+    opening = await start_run(deployment, config_digest(config))
+    closed = asyncio.create_task(watcher.until_closed(deployment, opening))
     stopped = asyncio.create_task(interrupt.wait())
     waiting: set[asyncio.Future] = {closed, stopped} | ({failure} if failure is not None else set())
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -49,6 +49,7 @@ class RunOpened:
     num_cells: int
     first_version: int = 0
     first_query: int = 0
+    opening: int = 0  # a run that was stopped may be opened again
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class RunClosed:
 
     reason: str
     version: int
+    opening: int = 0
 
 
 @dataclass(frozen=True, slots=True)

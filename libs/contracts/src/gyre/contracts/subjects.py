@@ -65,8 +65,8 @@ def _cell_epoch(f: e.CellRoleAssigned) -> str:
 
 TABLE: tuple[Row, ...] = (
     _row("lease.taken", e.LeaseTaken, CTL, lambda f: "scheduler", lambda f: f"{f.holder}.{f.term}"),
-    _row("run.opened", e.RunOpened, CTL, lambda f: "run", lambda f: f"v{f.first_version}"),
-    _row("run.closed", e.RunClosed, CTL, lambda f: "run", lambda f: f"v{f.version}"),
+    _row("run.opened", e.RunOpened, CTL, lambda f: "run", lambda f: str(f.opening)),
+    _row("run.closed", e.RunClosed, CTL, lambda f: "run", lambda f: str(f.opening)),
     _row("burst.opened", e.BurstOpened, CTL, lambda f: f"burst-{f.burst}", lambda f: str(f.burst)),
     _row("burst.closed", e.BurstClosed, CTL, lambda f: f"burst-{f.burst}", lambda f: str(f.burst)),
     _row("group.dispatched", e.GroupDispatched, CTL, lambda f: f.group, lambda f: f.group),

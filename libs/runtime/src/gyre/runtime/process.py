@@ -99,6 +99,9 @@ def run(main: Main, service: str, kind: str, arguments: argparse.Namespace) -> N
     provider = telemetry.set_up(service, process.name, process.run, log_dir, process.config.telemetry.otlp_endpoint)
     try:
         asyncio.run(_until_stopped(main, process))
+    except ConfigError as error:
+        log.error("%s: %s", process.name, error)
+        raise SystemExit(2) from None
     except Exception:  # the process's one broad except: record, then let the supervisor restart it
         log.exception("%s failed", process.name)
         raise SystemExit(1) from None

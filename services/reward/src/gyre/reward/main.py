@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gyre.reward.config import evaluator_config, open_grader
+from gyre.reward.config import evaluator_config, fresh_scratch, open_grader
 from gyre.reward.evaluation import Evaluation, TasksRoot
 from gyre.reward.evaluator import Evaluator
 from gyre.reward.rpc import SERVICE, RewardRpc
@@ -14,9 +14,7 @@ from gyre.runtime.rpc import Server
 async def serve(process: Process) -> None:
     """Evaluate until asked to stop."""
     config = evaluator_config(process.config, process.config_dir, process.deployment, process.index)
-    scratch = Path(process.deployment.state_dir) / f"{process.name}-scratch"
-    remove_tree(scratch)  # a killed predecessor left it
-    scratch.mkdir(parents=True)
+    scratch = fresh_scratch(Path(process.deployment.state_dir), process.name, config.snapshot.total_bytes)
     grader = open_grader(config, scratch)
     evaluation = Evaluation(grader, process.blobs, TasksRoot(config.tasks_root), config.snapshot, config.budget,
                             process.clock, process.name)

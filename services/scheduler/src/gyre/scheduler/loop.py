@@ -44,11 +44,11 @@ class Scheduler:
         self._ctl_position = 0
         self._spans: dict[str, telemetry.Span] = {}
 
-    def start(self) -> bool:
-        """Ask for the run to be opened; returns whether it is open already."""
+    def start(self) -> tuple[bool, int]:
+        """Ask for the run to be opened; returns whether it is open already, and the number of the opening."""
         already = self.state.opened and not self.state.closed
         self._start_asked = self._start_asked or not already
-        return already
+        return already, self.state.opening + (not already)
 
     def stop(self, reason: str) -> None:
         """No further dispatch; the open burst ends, then the run closes."""
@@ -111,7 +111,7 @@ class Scheduler:
         if self._start_asked and (not self.state.opened or self.state.closed):
             self._start_asked = False
             return [e.RunOpened(self._plan.config_digest, self._plan.seed, self._plan.num_cells,
-                                self.state.published_version, self.state.num_train_groups)]
+                                self.state.published_version, self.state.num_train_groups, self.state.opening + 1)]
         return decide(self.state, self._plan, self._schedule)
 
     def _fold(self, batch: list[Received]) -> None:

@@ -24,7 +24,8 @@ class SchedulerRpc(service_pb2_grpc.SchedulerServiceServicer):
         if request.config_digest and request.config_digest != self._digest:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION,
                                 f"this scheduler runs configuration {self._digest}, not {request.config_digest}")
-        return pb.StartRunResponse(already_open=self._scheduler.start())
+        already_open, opening = self._scheduler.start()
+        return pb.StartRunResponse(already_open=already_open, opening=opening)
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> pb.StopRunResponse:
         self._scheduler.stop(request.reason)

@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import time
@@ -112,7 +111,10 @@ class Worker:
             self._sweep(pid)
 
     def _clear_temporaries(self) -> None:
-        for path in _temporaries() - self._own_temporaries if self._owns_processes else ():
+        left = _temporaries() - self._own_temporaries if self._owns_processes else set()
+        if left:
+            import shutil  # seldom needed, and much to copy
+        for path in left:
             is_tree = os.path.isdir(path) and not os.path.islink(path)
             shutil.rmtree(path, ignore_errors=True) if is_tree else os.unlink(path)
 

@@ -154,9 +154,9 @@ class Calls:
         finally:
             if ask.session.pending.get(ask.key) is ask.pending:
                 del ask.session.pending[ask.key]
-            if answer is None and error is None:
-                error = CallRefused(500, "the call was cut off", "server_error", "internal_error")
             ask.session.num_errors += error is not None
+            if answer is None and error is None:  # the execution was ended: not an error of the harness
+                error = CallRefused(500, "the call was cut off", "server_error", "internal_error")
             ask.pending.settle(answer, error)
 
     async def _call(self, ask: _Ask) -> Answer:

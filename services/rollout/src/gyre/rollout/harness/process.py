@@ -1,9 +1,11 @@
 """Harnesses as local processes under `shim.sh`, with or without a bubblewrap sandbox around them.
 
-Everything a later executor needs lies in the execution's directory: `run/started`, `run/pid`, `run/exit`.
+Everything a later executor needs lies in the execution's directory: `run/lock` is locked as long as the shim lives,
+`run/pid` is the shim's, `run/exit` says how the harness ended.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from gyre.contracts.errors import HarnessError, SandboxError
@@ -20,7 +23,7 @@ from gyre.rollout.harness.base import Exit, Launch
 SHIM = Path(__file__).with_name("shim.sh")
 _BLOCK = 512
 _START_TIMEOUT_S = 10.0
-EXECUTION_VARIABLE = "GYRE_EXECUTION"
+INSTRUCTION_VARIABLE = "GYRE_TASK_INSTRUCTION"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +73,24 @@ class ProcessHarness:
         run = launch.home / "run"
         for name in ("run", "home", "tmp"):
             (launch.home / name).mkdir(parents=True, exist_ok=True)
-        if not self.was_started(launch.home):
-            self._spawn(launch, run)
+        lock = _try_lock(run)
+        if lock is not None:
+            try:
+                if not (run / "pid").exists():
+                    self._spawn(launch, run, lock)
+            finally:
+                os.close(lock)
         return self._pid(run)
 
-    def _spawn(self, launch: Launch, run: Path) -> None:
+    def _spawn(self, launch: Launch, run: Path, lock: int) -> None:
+        """Start the shim with the lock as its standard input: there is no moment at which a start can be overlooked."""
         blocks = str(self._sandbox.max_file_bytes // _BLOCK)
         command = ["/bin/sh", str(SHIM), str(run), blocks, *self._wrap(launch)]
         try:
             with (run / "harness.log").open("ab") as log:
                 self._children[launch.home] = subprocess.Popen(
-                    command, cwd=launch.workspace, env=dict(launch.environment), stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log, start_new_session=True)
+                    command, cwd=launch.workspace, env=_environment_of(launch), stdin=lock, stdout=log, stderr=log,
+                    start_new_session=True)
         except OSError as error:
             raise HarnessError(f"{launch.execution}: cannot start {launch.command[0]!r}: {error}") from error
 
@@ -110,7 +119,7 @@ class ProcessHarness:
 
     def was_started(self, home: Path) -> bool:
         """See `Harness.was_started`."""
-        return (home / "run" / "started").exists()
+        return (home / "run" / "pid").exists() or self._shim_lives(home)
 
     def ended(self, home: Path) -> Exit | None:
         """See `Harness.ended`."""
@@ -119,30 +128,26 @@ class ProcessHarness:
             if child.poll() is None:
                 return None
             del self._children[home]
+        lives = child is None and self._shim_lives(home)
+        # Looked at after the lock: the shim writes its last word before it lets go.
         try:
             return Exit(int((home / "run" / "exit").read_text()))
         except FileNotFoundError:
-            pass
-        if self._shim_lives(home):
-            return None
-        # It may have written its last word between the two looks.
-        with contextlib.suppress(FileNotFoundError):
-            return Exit(int((home / "run" / "exit").read_text()))
-        return Exit(None, "the shim is gone without a word")
+            return None if lives else Exit(None, "the shim is gone without a word")
 
     def _shim_lives(self, home: Path) -> bool:
-        """Whether the pid is that of this directory's shim; a pid that was given to another process does not count."""
-        if home in self._children:
-            return True
+        """Whether a shim holds the lock of this directory."""
         try:
-            pid = int((home / "run" / "pid").read_text())
-            return str(home / "run") in psutil.Process(pid).cmdline()
-        except (FileNotFoundError, psutil.Error):
+            lock = _try_lock(home / "run")
+        except FileNotFoundError:
             return False
+        if lock is not None:
+            os.close(lock)
+        return lock is None
 
-    def kill(self, execution: str, home: Path, force: bool) -> int:
+    def kill(self, home: Path, force: bool) -> int:
         """See `Harness.kill`. The shim itself is spared, so that it can say how the harness ended."""
-        victims = list(_processes_of(execution, self._shim_pid(home)))
+        victims = list(_processes_of(_marker(home), self._shim_pid(home)))
         for pid in victims:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL if force else signal.SIGTERM)
@@ -155,26 +160,57 @@ class ProcessHarness:
             return -1
 
 
-def _processes_of(execution: str, shim: int) -> Iterator[int]:
+def _environment_of(launch: Launch) -> dict[str, str]:
+    return {**launch.environment, INSTRUCTION_VARIABLE: str(launch.instruction)}
+
+
+def _marker(home: Path) -> bytes:
+    """What stands in the environment of every process of this directory and of no other run's."""
+    return f"{INSTRUCTION_VARIABLE}={Launch('', home, (), {}).instruction}".encode()
+
+
+def _try_lock(run: Path) -> int | None:
+    """A descriptor that holds the directory's lock; None if a shim holds it. Raises FileNotFoundError."""
+    descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+class _Row(NamedTuple):
+    """One process. `started`: in clock ticks since boot, 0 where that is not known."""
+
+    parent: int
+    session: int
+    started: int = 0
+
+
+def _processes_of(marker: bytes, shim: int) -> Iterator[int]:
     """Everything an execution started: the shim's session, its descendants, and whoever carries its environment.
 
-    Daemons that left both session and parent behind are found by their environment.
+    Daemons that left both session and parent behind are found by their environment, which is read of processes that
+    are younger than the shim alone.
     """
     table = dict(_process_table())
-    members = {pid for pid, (_, session) in table.items() if session == shim and shim > 0}
+    members = {pid for pid, row in table.items() if row.session == shim and shim > 0}
     grown = True
     while grown:
-        children = {pid for pid, (parent, _) in table.items() if parent in members} - members
+        children = {pid for pid, row in table.items() if row.parent in members} - members
         members |= children
         grown = bool(children)
-    marker = f"{EXECUTION_VARIABLE}={execution}".encode()
-    for pid in table:
-        if pid != shim and pid != os.getpid() and (pid in members or marker in _environment(pid)):
+    since = table[shim].started if shim in table else 0
+    for pid, row in table.items():
+        if pid in (shim, os.getpid()):
+            continue
+        if pid in members or (row.started >= since and marker in _environment(pid)):
             yield pid
 
 
-def _process_table() -> Iterator[tuple[int, tuple[int, int]]]:
-    """(pid, (parent, session)) of every process; zombies are left out."""
+def _process_table() -> Iterator[tuple[int, _Row]]:
+    """Every process but zombies."""
     proc = Path("/proc")
     if not (proc / "self/stat").exists():
         yield from _process_table_psutil()
@@ -183,22 +219,33 @@ def _process_table() -> Iterator[tuple[int, tuple[int, int]]]:
         pids = [entry.name for entry in entries if entry.name.isdigit()]
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields = (proc / pid / "stat").read_bytes().rpartition(b")")[2].split()
+            fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
             if fields[0] != b"Z":
-                yield int(pid), (int(fields[1]), int(fields[3]))
+                yield int(pid), _Row(int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def _process_table_psutil() -> Iterator[tuple[int, tuple[int, int]]]:
+def _process_table_psutil() -> Iterator[tuple[int, _Row]]:
     for process in psutil.process_iter(["pid", "ppid", "status"]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if process.info["status"] != psutil.STATUS_ZOMBIE:
-                yield process.info["pid"], (process.info["ppid"] or 0, os.getsid(process.info["pid"]))
+                yield process.info["pid"], _Row(process.info["ppid"] or 0, os.getsid(process.info["pid"]))
+
+
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts = [os.read(descriptor, 65536)]
+        while parts[-1]:
+            parts.append(os.read(descriptor, 65536))
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
 
 
 def _environment(pid: int) -> Sequence[bytes]:
     if Path("/proc/self/environ").exists():
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return _read(f"/proc/{pid}/environ").split(b"\0")
         return []
     with contextlib.suppress(psutil.Error):
         return [f"{k}={v}".encode() for k, v in psutil.Process(pid).environ().items()]

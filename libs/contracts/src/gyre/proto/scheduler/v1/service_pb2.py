@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gyre.proto.common.v1 import status_pb2 as gyre_dot_proto_dot_common_dot_v1_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%gyre/proto/scheduler/v1/service.proto\x12\x17gyre.proto.scheduler.v1\x1a!gyre/proto/common/v1/status.proto\"(\n\x0fStartRunRequest\x12\x15\n\rconfig_digest\x18\x01 \x01(\t\"(\n\x10StartRunResponse\x12\x14\n\x0c\x61lready_open\x18\x01 \x01(\x08\" \n\x0eStopRunRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fStopRunResponse\"\x13\n\x11InspectRunRequest\"\xef\x01\n\x12InspectRunResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\r\n\x05\x62urst\x18\x02 \x01(\x03\x12\x16\n\x0esteps_finished\x18\x03 \x01(\x03\x12\x17\n\x0fweights_version\x18\x04 \x01(\x03\x12\x12\n\nwaterlevel\x18\x05 \x01(\x03\x12\x16\n\x0enum_dispatched\x18\x06 \x01(\x03\x12\x16\n\x0enum_terminated\x18\x07 \x01(\x03\x12\x30\n\x05\x63\x65lls\x18\x08 \x03(\x0b\x32!.gyre.proto.scheduler.v1.CellRole\x12\x14\n\x0c\x63lose_reason\x18\t \x01(\t\"D\n\x08\x43\x65llRole\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\x05\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05stage\x18\x04 \x01(\t2\x88\x03\n\x10SchedulerService\x12_\n\x08StartRun\x12(.gyre.proto.scheduler.v1.StartRunRequest\x1a).gyre.proto.scheduler.v1.StartRunResponse\x12\\\n\x07StopRun\x12\'.gyre.proto.scheduler.v1.StopRunRequest\x1a(.gyre.proto.scheduler.v1.StopRunResponse\x12\x65\n\nInspectRun\x12*.gyre.proto.scheduler.v1.InspectRunRequest\x1a+.gyre.proto.scheduler.v1.InspectRunResponse\x12N\n\tGetStatus\x12#.gyre.proto.common.v1.StatusRequest\x1a\x1c.gyre.proto.common.v1.Statusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%gyre/proto/scheduler/v1/service.proto\x12\x17gyre.proto.scheduler.v1\x1a!gyre/proto/common/v1/status.proto\"(\n\x0fStartRunRequest\x12\x15\n\rconfig_digest\x18\x01 \x01(\t\"9\n\x10StartRunResponse\x12\x14\n\x0c\x61lready_open\x18\x01 \x01(\x08\x12\x0f\n\x07opening\x18\x02 \x01(\x03\" \n\x0eStopRunRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fStopRunResponse\"\x13\n\x11InspectRunRequest\"\xef\x01\n\x12InspectRunResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\r\n\x05\x62urst\x18\x02 \x01(\x03\x12\x16\n\x0esteps_finished\x18\x03 \x01(\x03\x12\x17\n\x0fweights_version\x18\x04 \x01(\x03\x12\x12\n\nwaterlevel\x18\x05 \x01(\x03\x12\x16\n\x0enum_dispatched\x18\x06 \x01(\x03\x12\x16\n\x0enum_terminated\x18\x07 \x01(\x03\x12\x30\n\x05\x63\x65lls\x18\x08 \x03(\x0b\x32!.gyre.proto.scheduler.v1.CellRole\x12\x14\n\x0c\x63lose_reason\x18\t \x01(\t\"D\n\x08\x43\x65llRole\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\x05\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05stage\x18\x04 \x01(\t2\x88\x03\n\x10SchedulerService\x12_\n\x08StartRun\x12(.gyre.proto.scheduler.v1.StartRunRequest\x1a).gyre.proto.scheduler.v1.StartRunResponse\x12\\\n\x07StopRun\x12\'.gyre.proto.scheduler.v1.StopRunRequest\x1a(.gyre.proto.scheduler.v1.StopRunResponse\x12\x65\n\nInspectRun\x12*.gyre.proto.scheduler.v1.InspectRunRequest\x1a+.gyre.proto.scheduler.v1.InspectRunResponse\x12N\n\tGetStatus\x12#.gyre.proto.common.v1.StatusRequest\x1a\x1c.gyre.proto.common.v1.Statusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTRUNREQUEST']._serialized_start=101
   _globals['_STARTRUNREQUEST']._serialized_end=141
   _globals['_STARTRUNRESPONSE']._serialized_start=143
-  _globals['_STARTRUNRESPONSE']._serialized_end=183
-  _globals['_STOPRUNREQUEST']._serialized_start=185
-  _globals['_STOPRUNREQUEST']._serialized_end=217
-  _globals['_STOPRUNRESPONSE']._serialized_start=219
-  _globals['_STOPRUNRESPONSE']._serialized_end=236
-  _globals['_INSPECTRUNREQUEST']._serialized_start=238
-  _globals['_INSPECTRUNREQUEST']._serialized_end=257
-  _globals['_INSPECTRUNRESPONSE']._serialized_start=260
-  _globals['_INSPECTRUNRESPONSE']._serialized_end=499
-  _globals['_CELLROLE']._serialized_start=501
-  _globals['_CELLROLE']._serialized_end=569
-  _globals['_SCHEDULERSERVICE']._serialized_start=572
-  _globals['_SCHEDULERSERVICE']._serialized_end=964
+  _globals['_STARTRUNRESPONSE']._serialized_end=200
+  _globals['_STOPRUNREQUEST']._serialized_start=202
+  _globals['_STOPRUNREQUEST']._serialized_end=234
+  _globals['_STOPRUNRESPONSE']._serialized_start=236
+  _globals['_STOPRUNRESPONSE']._serialized_end=253
+  _globals['_INSPECTRUNREQUEST']._serialized_start=255
+  _globals['_INSPECTRUNREQUEST']._serialized_end=274
+  _globals['_INSPECTRUNRESPONSE']._serialized_start=277
+  _globals['_INSPECTRUNRESPONSE']._serialized_end=516
+  _globals['_CELLROLE']._serialized_start=518
+  _globals['_CELLROLE']._serialized_end=586
+  _globals['_SCHEDULERSERVICE']._serialized_start=589
+  _globals['_SCHEDULERSERVICE']._serialized_end=981
 # @@protoc_insertion_point(module_scope)

@@ -14,10 +14,12 @@ class StartRunRequest(_message.Message):
     def __init__(self, config_digest: _Optional[str] = ...) -> None: ...
 
 class StartRunResponse(_message.Message):
-    __slots__ = ("already_open",)
+    __slots__ = ("already_open", "opening")
     ALREADY_OPEN_FIELD_NUMBER: _ClassVar[int]
+    OPENING_FIELD_NUMBER: _ClassVar[int]
     already_open: bool
-    def __init__(self, already_open: _Optional[bool] = ...) -> None: ...
+    opening: int
+    def __init__(self, already_open: _Optional[bool] = ..., opening: _Optional[int] = ...) -> None: ...
 
 class StopRunRequest(_message.Message):
     __slots__ = ("reason",)
