@@ -1,6 +1,7 @@
 """Real harness processes under the real shim: adoption, limits, whole-tree kills, preserved workspaces."""
 
 import asyncio
+import fcntl
 import io
 import os
 import subprocess
@@ -42,7 +43,7 @@ def alive(pid: int) -> bool:
 
 
 def kill_tree(harness: ProcessHarness, home: Path) -> None:
-    wait_until(lambda: harness.kill(X, home, force=True) == 0)
+    wait_until(lambda: harness.kill(home, force=True) == 0)
 
 
 def test_a_harness_runs_in_its_workspace_and_its_exit_code_is_kept(tmp_path: Path) -> None:
@@ -73,18 +74,32 @@ def test_another_executor_adopts_a_harness_and_starts_no_second_one(tmp_path: Pa
     wait_until(lambda: second.ended(tmp_path))
     assert second.ended(tmp_path).code == 3
     assert (tmp_path / "workspace" / "count").read_text() == "run\n"
+    wait_until(lambda: first.ended(tmp_path))
     assert first.ended(tmp_path).code == 3
 
 
-def test_two_shims_for_one_directory_run_one_harness(tmp_path: Path) -> None:
-    # What a crash between the fork and the shim's first word leaves behind: the next executor sees no start.
-    first, second = ProcessHarness(SandboxSettings()), ProcessHarness(SandboxSettings())
-    request = launch(tmp_path, "echo run >> count")
-    first.start(request)
-    second._spawn(request, tmp_path / "run")
-    wait_until(lambda: first.ended(tmp_path) and second.ended(tmp_path))
-    wait_until(lambda: tmp_path not in second._children or second.ended(tmp_path) and tmp_path not in second._children)
-    assert (tmp_path / "workspace" / "count").read_text() == "run\n"
+def test_a_start_under_way_is_not_overlooked(tmp_path: Path) -> None:
+    # What an executor that dies right after the fork leaves behind: a shim that has not said a word yet.
+    (tmp_path / "run").mkdir()
+    lock = os.open(tmp_path / "run" / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    shim = subprocess.Popen(["sleep", "60"], stdin=lock)
+    os.close(lock)
+    harness = ProcessHarness(SandboxSettings())
+    assert harness.was_started(tmp_path)
+    assert harness.ended(tmp_path) is None
+    shim.kill()
+    shim.wait()
+    assert not harness.was_started(tmp_path)
+
+
+def test_a_harness_that_leaves_daemons_behind_has_ended_all_the_same(tmp_path: Path) -> None:
+    harness = ProcessHarness(SandboxSettings())
+    harness.start(launch(tmp_path, "sleep 67 & exit 2"))
+    wait_until(lambda: harness.ended(tmp_path))
+    assert ProcessHarness(SandboxSettings()).ended(tmp_path).code == 2
+    assert not ProcessHarness(SandboxSettings())._shim_lives(tmp_path), "the harness did not inherit the lock"
+    kill_tree(harness, tmp_path)
 
 
 def test_a_harness_outlives_the_death_of_its_executor(tmp_path: Path) -> None:
@@ -143,7 +158,7 @@ def test_a_kill_reaches_the_whole_tree_and_the_shim_says_how_it_ended(tmp_path: 
     wait_until(lambda: len((tmp_path / "workspace" / "pids").read_text().split()) == 3)
     pids = [int(p) for p in (tmp_path / "workspace" / "pids").read_text().split()]
     assert all(map(alive, pids))
-    assert harness.kill(X, tmp_path, force=False) >= 4
+    assert harness.kill(tmp_path, force=False) >= 4
     wait_until(lambda: not alive(pids[0]) and not alive(pids[2]))
     assert alive(pids[1]), "it ignores TERM"
     kill_tree(harness, tmp_path)
@@ -151,6 +166,16 @@ def test_a_kill_reaches_the_whole_tree_and_the_shim_says_how_it_ended(tmp_path: 
     wait_until(lambda: harness.ended(tmp_path))
     assert harness.ended(tmp_path).code == 128 + 15
     wait_until(lambda: not alive(shim))
+
+
+def test_a_kill_spares_an_execution_of_the_same_name_in_another_run(tmp_path: Path) -> None:
+    harness, homes = ProcessHarness(SandboxSettings()), [tmp_path / "one", tmp_path / "two"]
+    shims = [harness.start(launch(home, "sleep 68")) for home in homes]
+    kill_tree(harness, homes[0])
+    wait_until(lambda: harness.ended(homes[0]))
+    assert alive(shims[1])
+    assert harness.ended(homes[1]) is None
+    kill_tree(harness, homes[1])
 
 
 def test_a_sandbox_is_needed_unless_it_was_said_that_it_is_not() -> None:

@@ -1,7 +1,9 @@
 """`gyre-rollout serve` and its engines as real processes on a real NATS server, with scripted engines."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre.contracts.codec import decode
-from gyre.contracts.events import CellRoleAssigned, ExecutionSpec, Fact, GroupDispatched, WeightsPublished
-from gyre.contracts.subjects import BY_RECORD, Stream, filter_of, message_id, subject_of
+from gyre.contracts.events import CellRoleAssigned, EvaluationRequested, ExecutionSpec, Fact, GroupDispatched, WeightsPublished
+from gyre.contracts.subjects import BY_RECORD, EVAL, Stream, filter_of, message_id, subject_of
 from gyre.policy.config import PolicyConfig
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
@@ -20,7 +22,7 @@ from rollout_fakes import chatml_tokenizer
 RUN = "test"
 # Asks `calls` times, one after another, keeps the conversation, writes what it heard.
 HARNESS = """
-import json, os, sys, time, urllib.error, urllib.request
+import http.client, json, os, sys, time, urllib.error, urllib.request
 messages = [{"role": "user", "content": open(os.environ["GYRE_TASK_INSTRUCTION"]).read()}]
 for turn in range(int(sys.argv[1])):
     body = json.dumps({"model": "policy", "messages": messages, "max_tokens": int(sys.argv[2])}).encode()
@@ -32,11 +34,18 @@ for turn in range(int(sys.argv[1])):
             break
         except urllib.error.HTTPError:
             raise
-        except OSError:
+        except (OSError, ValueError, http.client.HTTPException):
             time.sleep(0.2)
     messages += [message, {"role": "user", "content": f"turn {turn}"}]
     open("heard.json", "w").write(json.dumps(messages))
 """
+
+
+def free_ports(num: int) -> list[int]:
+    """Different ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
+        return [s.getsockname()[1] for s in sockets]
 
 
 @dataclass
@@ -139,6 +148,7 @@ class Witness:
     def __init__(self, bus: Bus, blobs: DirectoryBlobs) -> None:
         self.bus = bus
         self.blobs = blobs
+        self.requests: list[EvaluationRequested] = []
 
     async def say(self, *facts: Fact) -> None:
         """Publish as their owners would."""
@@ -153,6 +163,13 @@ class Witness:
             streams.setdefault(BY_RECORD[record].stream, []).append(filter_of(RUN, record))
         return [decode(m.data)[1] for stream, filters in streams.items()
                 for m in await self.bus.read_all(stream, filters)]
+
+    async def take_requests(self) -> None:
+        """Take evaluation requests off their work queue, for ever; `requests` are those taken so far."""
+        async for batch in self.bus.share(EVAL, "witness", [filter_of(RUN, EvaluationRequested)]):
+            for received in batch:
+                self.requests.append(decode(received.data)[1])
+                await received.ack()
 
     async def weights(self, version: int) -> None:
         await self.say(WeightsPublished(version, f"c{version}", 0, f"checkpoints/{version}"))

@@ -32,6 +32,7 @@ from gyre.rollout.local import (
     HarnessStarted,
     KillHarness,
     LimitFired,
+    OpenGateway,
     PreserveWorkspace,
     ProcessExited,
     StartHarness,
@@ -81,7 +82,10 @@ class RolloutCore:
         return state, handler(state, event, now) if handler else []
 
     def resume(self, state: State, now: float) -> Effects:
-        """Every harness is adopted or started, every kill, packing and cell is taken up again."""
+        """Every harness is adopted or started, every kill, packing and cell is taken up again; then the gateway opens.
+
+        Opened earlier, it would tell a harness that outlived this service that its execution has ended.
+        """
         effects: Effects = []
         for execution in state.executions.values():
             if execution.takes_calls:
@@ -91,7 +95,7 @@ class RolloutCore:
             elif execution.phase == "preserving":
                 effects.append(PreserveWorkspace(execution.id))
         effects += self._settle(state, *state.cells)
-        return effects + self._start_waiting(state, now)
+        return [*effects, *self._start_waiting(state, now), OpenGateway()]
 
     def snapshot(self, state: State) -> bytes:
         return codec.pack(state)

@@ -169,7 +169,7 @@ class Executor:
             **self._settings.environment,
             "OPENAI_BASE_URL": f"{self._settings.gateway_url.rstrip('/')}/v1",
             "OPENAI_API_KEY": self._sessions.secret(execution),
-            "GYRE_EXECUTION": execution, "GYRE_TASK_INSTRUCTION": str(home / "input" / "instruction.md"),
+            "GYRE_EXECUTION": execution,
         }
 
     # ------------------------------------------------------------ watch
@@ -207,7 +207,7 @@ class Executor:
         give_up_at = force_at + self._settings.kill_timeout_s
         while True:
             force = self._clock.now() >= force_at
-            num_left = await asyncio.to_thread(self._harness.kill, execution, home, force)
+            num_left = await asyncio.to_thread(self._harness.kill, home, force)
             ended = self._harness.ended(home)
             if num_left == 0 and (ended is not None or not self._harness.was_started(home)):
                 break

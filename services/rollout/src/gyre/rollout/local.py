@@ -136,4 +136,9 @@ class SettleCell:
     weights: WeightsPublished | None = None
 
 
-Effect = StartHarness | KillHarness | PreserveWorkspace | DiscardExecution | SettleCell
+@dataclass(frozen=True, slots=True)
+class OpenGateway:
+    """The sessions of all live executions are open: harnesses may be answered from now on."""
+
+
+Effect = OpenGateway | StartHarness | KillHarness | PreserveWorkspace | DiscardExecution | SettleCell

@@ -6,6 +6,7 @@
     facts --NATS--> core --effects--> executor: workspaces and harness processes
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from gyre.rollout.gateway.server import GatewayApp
 from gyre.rollout.gateway.session import Sessions
 from gyre.rollout.harness.process import ProcessHarness
 from gyre.rollout.keeper import Keeper
-from gyre.rollout.local import CallFinished, LimitFired, SettleCell
+from gyre.rollout.local import CallFinished, LimitFired, OpenGateway, SettleCell
 from gyre.rollout.router import Router, RouterLimits
 from gyre.rollout.rpc import SERVICE, RolloutRpc, View
 from gyre.runtime import rpc
@@ -50,6 +51,7 @@ class Rollout:
         state_dir.mkdir(parents=True, exist_ok=True)
         self.process = process
         self.service: Service[State] | None = None
+        self.resumed = asyncio.Event()
         engines = {cell: GrpcEngine(rpc.channel(endpoint.address)) for cell, endpoint in enumerate(deployment.engines)}
         self.router = Router(engines, RouterLimits(), process.clock)
         self.archive = CallArchive(state_dir / "rollout-calls.sqlite", deployment.durability)
@@ -85,6 +87,8 @@ class Rollout:
         """Carry out one effect of the core; long work goes on beside the loop."""
         if isinstance(effect, SettleCell):
             self.keepers[effect.cell].settle(effect)
+        elif isinstance(effect, OpenGateway):
+            self.resumed.set()
         else:
             await self.executor.perform(effect)
 
@@ -106,14 +110,19 @@ async def serve(process: Process) -> None:
     for keeper in rollout.keepers.values():
         service.spawn(keeper.run())
     service.spawn(rollout.executor.watch())
-    service.spawn(web.serve())
+    service.spawn(_serve_gateway(rollout, web, server))
     service.spawn(_stop_when_asked(process, service, web))
-    await server.set_serving(True)
     try:
         await service.run()
     finally:
         await server.stop()
         rollout.archive.close()
+
+
+async def _serve_gateway(rollout: Rollout, web: uvicorn.Server, server: rpc.Server) -> None:
+    await rollout.resumed.wait()
+    await server.set_serving(True)
+    await web.serve()
 
 
 async def _stop_when_asked(process: Process, service: Service[State], web: uvicorn.Server) -> None:

@@ -8,7 +8,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One harness to run. `home` is the execution's directory; everything it may write lies below it."""
+    """One harness to run. `home` is the execution's directory; everything it may write lies below it.
+
+    `environment` is all the harness sees, but for the path of `instruction`, which is added.
+    """
 
     execution: str
     home: Path
@@ -18,6 +21,10 @@ class Launch:
     @property
     def workspace(self) -> Path:
         return self.home / "workspace"
+
+    @property
+    def instruction(self) -> Path:
+        return self.home / "input" / "instruction.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,6 @@ class Harness(Protocol):
         """How it ended; None while it runs."""
         ...
 
-    def kill(self, execution: str, home: Path, force: bool) -> int:
+    def kill(self, home: Path, force: bool) -> int:
         """Signal everything it started (TERM, or KILL with `force`); returns how many processes there were."""
         ...

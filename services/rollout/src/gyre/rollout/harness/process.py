@@ -1,9 +1,11 @@
 """Harnesses as local processes under `shim.sh`, with or without a bubblewrap sandbox around them.
 
-Everything a later executor needs lies in the execution's directory: `run/started`, `run/pid`, `run/exit`.
+Everything a later executor needs lies in the execution's directory: `run/lock` is locked as long as the shim lives,
+`run/pid` is the shim's, `run/exit` says how the harness ended.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -21,7 +23,7 @@ from gyre.rollout.harness.base import Exit, Launch
 SHIM = Path(__file__).with_name("shim.sh")
 _BLOCK = 512
 _START_TIMEOUT_S = 10.0
-EXECUTION_VARIABLE = "GYRE_EXECUTION"
+INSTRUCTION_VARIABLE = "GYRE_TASK_INSTRUCTION"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +73,24 @@ class ProcessHarness:
         run = launch.home / "run"
         for name in ("run", "home", "tmp"):
             (launch.home / name).mkdir(parents=True, exist_ok=True)
-        if not self.was_started(launch.home):
-            self._spawn(launch, run)
+        lock = _try_lock(run)
+        if lock is not None:
+            try:
+                if not (run / "pid").exists():
+                    self._spawn(launch, run, lock)
+            finally:
+                os.close(lock)
         return self._pid(run)
 
-    def _spawn(self, launch: Launch, run: Path) -> None:
+    def _spawn(self, launch: Launch, run: Path, lock: int) -> None:
+        """Start the shim with the lock as its standard input: there is no moment at which a start can be overlooked."""
         blocks = str(self._sandbox.max_file_bytes // _BLOCK)
         command = ["/bin/sh", str(SHIM), str(run), blocks, *self._wrap(launch)]
         try:
             with (run / "harness.log").open("ab") as log:
                 self._children[launch.home] = subprocess.Popen(
-                    command, cwd=launch.workspace, env=dict(launch.environment), stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log, start_new_session=True)
+                    command, cwd=launch.workspace, env=_environment_of(launch), stdin=lock, stdout=log, stderr=log,
+                    start_new_session=True)
         except OSError as error:
             raise HarnessError(f"{launch.execution}: cannot start {launch.command[0]!r}: {error}") from error
 
@@ -111,7 +119,7 @@ class ProcessHarness:
 
     def was_started(self, home: Path) -> bool:
         """See `Harness.was_started`."""
-        return (home / "run" / "started").exists()
+        return (home / "run" / "pid").exists() or self._shim_lives(home)
 
     def ended(self, home: Path) -> Exit | None:
         """See `Harness.ended`."""
@@ -120,30 +128,26 @@ class ProcessHarness:
             if child.poll() is None:
                 return None
             del self._children[home]
+        lives = child is None and self._shim_lives(home)
+        # Looked at after the lock: the shim writes its last word before it lets go.
         try:
             return Exit(int((home / "run" / "exit").read_text()))
         except FileNotFoundError:
-            pass
-        if self._shim_lives(home):
-            return None
-        # It may have written its last word between the two looks.
-        with contextlib.suppress(FileNotFoundError):
-            return Exit(int((home / "run" / "exit").read_text()))
-        return Exit(None, "the shim is gone without a word")
+            return None if lives else Exit(None, "the shim is gone without a word")
 
     def _shim_lives(self, home: Path) -> bool:
-        """Whether the pid is that of this directory's shim; a pid that was given to another process does not count."""
-        if home in self._children:
-            return True
+        """Whether a shim holds the lock of this directory."""
         try:
-            pid = int((home / "run" / "pid").read_text())
-            return str(home / "run") in psutil.Process(pid).cmdline()
-        except (FileNotFoundError, psutil.Error):
+            lock = _try_lock(home / "run")
+        except FileNotFoundError:
             return False
+        if lock is not None:
+            os.close(lock)
+        return lock is None
 
-    def kill(self, execution: str, home: Path, force: bool) -> int:
+    def kill(self, home: Path, force: bool) -> int:
         """See `Harness.kill`. The shim itself is spared, so that it can say how the harness ended."""
-        victims = list(_processes_of(execution, self._shim_pid(home)))
+        victims = list(_processes_of(_marker(home), self._shim_pid(home)))
         for pid in victims:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL if force else signal.SIGTERM)
@@ -156,6 +160,26 @@ class ProcessHarness:
             return -1
 
 
+def _environment_of(launch: Launch) -> dict[str, str]:
+    return {**launch.environment, INSTRUCTION_VARIABLE: str(launch.instruction)}
+
+
+def _marker(home: Path) -> bytes:
+    """What stands in the environment of every process of this directory and of no other run's."""
+    return f"{INSTRUCTION_VARIABLE}={Launch('', home, (), {}).instruction}".encode()
+
+
+def _try_lock(run: Path) -> int | None:
+    """A descriptor that holds the directory's lock; None if a shim holds it. Raises FileNotFoundError."""
+    descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 class _Row(NamedTuple):
     """One process. `started`: in clock ticks since boot, 0 where that is not known."""
 
@@ -164,7 +188,7 @@ class _Row(NamedTuple):
     started: int = 0
 
 
-def _processes_of(execution: str, shim: int) -> Iterator[int]:
+def _processes_of(marker: bytes, shim: int) -> Iterator[int]:
     """Everything an execution started: the shim's session, its descendants, and whoever carries its environment.
 
     Daemons that left both session and parent behind are found by their environment, which is read of processes that
@@ -177,7 +201,6 @@ def _processes_of(execution: str, shim: int) -> Iterator[int]:
         children = {pid for pid, row in table.items() if row.parent in members} - members
         members |= children
         grown = bool(children)
-    marker = f"{EXECUTION_VARIABLE}={execution}".encode()
     since = table[shim].started if shim in table else 0
     for pid, row in table.items():
         if pid in (shim, os.getpid()):
