@@ -49,6 +49,9 @@ def read_and_spoil(workspace: Path) -> dict[str, str]:
     seen = {p.name: p.read_text() for p in workspace.iterdir()}
     (workspace / "a.py").write_text("changed by its grading")
     (workspace / "locked").mkdir(mode=0)
+    following = int(workspace.name[1:]) + 1
+    (workspace.parent / f"w{following}").symlink_to(workspace)
+    (workspace.parent / f"w{following + 1}").write_text("in the way of what comes next")
     return seen
 
 

@@ -1,5 +1,6 @@
 """The functions grader on honest, broken and hostile workspaces; in a plain process, and in bubblewrap where it is."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -313,3 +314,13 @@ async def test_what_processes_hold_together_is_limited_too(tmp_path: Path) -> No
 def num_processes_of(bench: Bench) -> int:
     """Processes in the worker's box, seen from outside: its init, the worker, and what should not be there."""
     return len(psutil.Process(bench.grader.worker_pid).children(recursive=True))
+
+
+async def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next_one(bench: Bench) -> None:
+    await bench.grade({})
+    slow = asyncio.create_task(bench.grade({"a.py": "import time\ntime.sleep(0.5)\ndef double(x): return 1\n"}))
+    while bench.num < 2:
+        await asyncio.sleep(0.01)
+    slow.cancel()
+    await asyncio.wait((slow,))
+    assert slow.cancelled() and (await bench.grade({})).reward == 1.0

@@ -37,7 +37,7 @@ class World:
                     self.pending.append(e.ExecutionTerminated(spec.execution, fact.group, fact.query, fact.purpose,
                                                               "finished", 1, 1.0))
                 self.pending.append(e.GroupCompleted(fact.group, fact.burst, fact.query, fact.purpose, fact.version,
-                                                     (), len(fact.executions), 0.5, 0.0, ()))
+                                                     (), len(fact.executions), 0.5, 0.0, (), fact.label))
             case e.CellRoleAssigned(role="train"):
                 assert fact.epoch > self.epochs[fact.cell]
                 self.epochs[fact.cell] = fact.epoch
@@ -110,7 +110,9 @@ def test_any_order_of_facts_duplicates_and_restarts_dispatch_everything_once(see
 def test_transitions_to_training_are_serial_core_first_and_only_at_waterlevel_zero(seed):
     state = core.fold(core.initial(2), e.RunOpened("d", 1, 2))
     world, dice = World(PLAN), random.Random(seed)
-    while not state.closed:
+    for _ in range(10_000):
+        if state.closed:
+            break
         for fact in core.decide(state, PLAN, Colocate()):
             if isinstance(fact, e.CellRoleAssigned) and fact.role == "train":
                 assert state.water.level == 0
@@ -120,6 +122,7 @@ def test_transitions_to_training_are_serial_core_first_and_only_at_waterlevel_ze
             state = core.fold(state, fact)
         if world.pending:
             state = core.fold(state, world.pending.pop(dice.randrange(len(world.pending))))
+    assert state.closed
 
 
 def test_a_burst_that_was_opened_but_not_fully_dispatched_is_completed_by_the_next_leader():

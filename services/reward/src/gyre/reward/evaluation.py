@@ -69,9 +69,9 @@ class Evaluation:
                 return Failed(str(error), final=True)
             except (EvaluationError, SandboxError, BrokenBody, OSError) as error:
                 return Failed(f"{type(error).__name__}: {error}")
-            finally:
-                if workspace.exists():
-                    remove_tree(workspace)
+            finally:  # also what graded code put beside its workspace
+                for left in self._grader.room.iterdir():
+                    remove_tree(left)
 
     async def _grade(self, task: Task, snapshot: BlobRef, workspace: Path) -> Attempt:
         archive = load_archive(self._blobs, snapshot, self._limits)

@@ -23,6 +23,7 @@ from gyre.runtime.service import encode_fact
 
 log = logging.getLogger(__name__)
 BATCH = 4
+CANCEL_AGAIN_S = 1.0
 MAX_DEAD_BODY_BYTES = 256 * 1024
 
 
@@ -65,8 +66,9 @@ class Evaluator:
         if work.done():
             await work
             raise BusError("nats: connection closed")
-        work.cancel()
-        await asyncio.wait((work,))
+        while not work.done():  # a wait that ends in the moment it is cancelled swallows the cancellation
+            work.cancel()
+            await asyncio.wait((work,), timeout=CANCEL_AGAIN_S)
 
     async def _work(self) -> None:
         filters = [filter_of(self._run, EvaluationRequested)]

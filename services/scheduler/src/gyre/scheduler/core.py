@@ -4,6 +4,7 @@
 the state and repeats itself until the facts it asked for have been read back.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from gyre.contracts import events as e
@@ -29,8 +30,11 @@ class State:
     burst_version: int = 0
     burst_steps: int = 0
     num_train_groups: int = 0  # the query cursor
-    groups: dict[str, e.GroupDispatched] = field(default_factory=dict)
+    groups: set[str] = field(default_factory=set)
     completed: set[str] = field(default_factory=set)
+    # Counted as they come, by burst number (training) or label (evaluation), because every decision asks for them.
+    num_dispatched: Counter[int | str] = field(default_factory=Counter)
+    num_completed: Counter[int | str] = field(default_factory=Counter)
     water: Waterlevel = field(default_factory=Waterlevel)
     steps_finished: int = 0
     published_version: int = 0
@@ -77,7 +81,9 @@ def fold(state: State, fact: e.Fact) -> State:
         case e.ExecutionTerminated():
             state.water.terminate(fact.execution)
         case e.GroupCompleted():
-            state.completed.add(fact.group)
+            if fact.group not in state.completed:
+                state.completed.add(fact.group)
+                state.num_completed[_batch(fact)] += 1
         case e.StepFinished() if fact.version > state.steps_finished:
             state.steps_finished = fact.version
         case e.WeightsPublished():
@@ -88,10 +94,15 @@ def fold(state: State, fact: e.Fact) -> State:
     return state
 
 
+def _batch(fact: e.GroupDispatched | e.GroupCompleted) -> int | str:
+    return fact.burst if fact.purpose == "train" else fact.label
+
+
 def _fold_dispatch(state: State, fact: e.GroupDispatched) -> None:
     if fact.group in state.groups:
         return
-    state.groups[fact.group] = fact
+    state.groups.add(fact.group)
+    state.num_dispatched[_batch(fact)] += 1
     state.num_train_groups += fact.purpose == "train"
     state.water.dispatch([spec.execution for spec in fact.executions])
 
@@ -147,12 +158,11 @@ def _bring_back(state: State) -> list[e.Fact]:
 
 def _evaluate(state: State, plan: Plan, label: str) -> list[e.Fact] | None:
     """Dispatch what is missing of a held-out evaluation; None once all of it is completed."""
-    groups = [evaluation_group(plan, label, i, state.burst, state.published_version)
-              for i in range(len(plan.held_out_tasks))]
-    missing: list[e.Fact] = [g for g in groups if g.group not in state.groups]
-    if missing:
-        return missing
-    return [] if any(g.group not in state.completed for g in groups) else None
+    wanted = len(plan.held_out_tasks)
+    if state.num_dispatched[label] < wanted:
+        groups = (evaluation_group(plan, label, i, state.burst, state.published_version) for i in range(wanted))
+        return [g for g in groups if g.group not in state.groups]
+    return [] if state.num_completed[label] < wanted else None
 
 
 def _inside_burst(state: State, plan: Plan, schedule: Schedule) -> list[e.Fact]:
@@ -172,13 +182,10 @@ def _inside_burst(state: State, plan: Plan, schedule: Schedule) -> list[e.Fact]:
 
 def _missing_dispatches(state: State, plan: Plan) -> list[e.Fact]:
     """Groups of the open burst that are not dispatched yet (a leader may have died between two of them)."""
-    wanted = plan.num_outstanding
-    have = sum(1 for g in state.groups.values() if g.purpose == "train" and g.burst == state.burst)
+    wanted, have = plan.num_outstanding, state.num_dispatched[state.burst]
     return [train_group(plan, state.burst, index, state.num_train_groups + index - have, state.burst_version)
             for index in range(have, wanted)]
 
 
 def _view(state: State, end: int) -> View:
-    train_groups = {g for g, fact in state.groups.items() if fact.purpose == "train" and fact.burst == state.burst}
-    waiting = len(train_groups & state.completed)
-    return View(tuple(state.cells), state.water.level, waiting, end - state.steps_finished)
+    return View(tuple(state.cells), state.water.level, state.num_completed[state.burst], end - state.steps_finished)

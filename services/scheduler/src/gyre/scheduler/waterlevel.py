@@ -9,14 +9,17 @@ class Waterlevel:
 
     dispatched: set[str] = field(default_factory=set)
     terminated: set[str] = field(default_factory=set)
+    live: set[str] = field(default_factory=set)
 
     @property
     def level(self) -> int:
         """w, the number of executions that are dispatched and not terminated."""
-        return len(self.dispatched - self.terminated)
+        return len(self.live)
 
     def dispatch(self, executions: list[str]) -> None:
         self.dispatched.update(executions)
+        self.live.update(x for x in executions if x not in self.terminated)
 
     def terminate(self, execution: str) -> None:
         self.terminated.add(execution)
+        self.live.discard(execution)

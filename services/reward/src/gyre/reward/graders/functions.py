@@ -19,7 +19,7 @@ from gyre.contracts.errors import EvaluationError
 from gyre.reward.graders import worker
 from gyre.reward.graders.base import Checks, Score, Task, TaskBroken, score_of
 from gyre.reward.graders.tests import HiddenTests, choose_checks, list_tests
-from gyre.reward.sandbox import Box, Limits, Mount, Sandbox, clean_environment, remove_tree
+from gyre.reward.sandbox import Box, Limits, Mount, Sandbox, clean_environment
 
 _MAX_STAGED = 256
 _MAX_REPLY_BYTES = 8 * 1024 * 1024
@@ -60,6 +60,7 @@ class FunctionsGrader:
         self._staged: dict[Path, _Staged] = {}
         self._serial = itertools.count()
         self._process: asyncio.subprocess.Process | None = None
+        self._dying: list[asyncio.subprocess.Process] = []
 
     @property
     def worker_pid(self) -> int | None:
@@ -69,18 +70,20 @@ class FunctionsGrader:
     async def grade(self, task: Task, workspace: Path) -> Score:
         staged = self._stage_tests(task)
         serial = next(self._serial)
-        request = self._request(serial, staged, workspace)
+        limit_s = self._times.workspace_s + self._times.margin_s
+        score: Score | None = None
         try:
-            async with asyncio.timeout(self._times.workspace_s + self._times.margin_s):
-                reply = await self._ask(request)
+            async with asyncio.timeout(limit_s):
+                reply = await self._ask(self._request(serial, staged, workspace))
+            score = _read_reply(reply, serial, staged.checks)
         except TimeoutError:
-            await self.close()
-            limit = self._times.workspace_s + self._times.margin_s
-            raise EvaluationError(f"the grading worker hung for {limit:g} s and was replaced") from None
+            raise EvaluationError(f"the grading worker hung for {limit_s:g} s and was replaced") from None
         except (ConnectionError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            await self.close()
             raise EvaluationError(f"the grading worker died ({type(error).__name__}) and was replaced") from None
-        return _read_reply(reply, serial, staged.checks)
+        finally:
+            if score is None:  # also when cancelled: an answer that comes later would be taken for the next one's
+                self._abandon()
+        return score
 
     def _request(self, serial: int, staged: _Staged, workspace: Path) -> dict[str, object]:
         times = self._times
@@ -128,16 +131,18 @@ class FunctionsGrader:
         self._staged[task.root] = staged
         return staged
 
-    async def close(self) -> None:
-        """End the worker; the next `grade` starts another."""
+    def _abandon(self) -> None:
+        """Kill the worker; the next `grade` starts another."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        for leftover in self.room.iterdir():
-            remove_tree(leftover)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self._dying = [p for p in self._dying if p.returncode is None] + [process]
+
+    async def close(self) -> None:
+        self._abandon()
+        for process in self._dying:
+            await process.wait()
 
 
 def _read_reply(reply: dict[str, object], serial: int, checks: Checks) -> Score:
