@@ -106,5 +106,5 @@ def test_a_malformed_command_changes_nothing(command: str, tmp_path: Path, monke
     tasks.write(query, tmp_path / "task")
     tests, states = enter(monkeypatch, tmp_path / "task", tmp_path / "workspace")
     before = files_of(tmp_path / "workspace")
-    assert harness.obey(command, tests, states) == "?"
+    assert harness.obey(command, tests, states) == f"? ? {harness.next_failing('f', states)}"
     assert files_of(tmp_path / "workspace") == before
