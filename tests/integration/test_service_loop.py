@@ -77,10 +77,11 @@ class Running:
 
     async def crash(self) -> None:
         """Drop everything where it stands, as kill -9 does; SQLite keeps what was committed."""
-        for task in [self.task, *self.service._tasks]:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RuntimeError):
-                await task
+        tasks = {self.task, *self.service._tasks}
+        while left := {task for task in tasks if not task.done()}:
+            for task in left:  # the client library can swallow a cancellation
+                task.cancel()
+            await asyncio.wait(left, timeout=0.5)
         self.service._store.close()
         with contextlib.suppress(OSError):
             await self.bus.client.close()

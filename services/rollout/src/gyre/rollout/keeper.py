@@ -79,7 +79,8 @@ class Keeper:
     async def _pause(self) -> None:
         """Until something new is wanted or the next check is due."""
         try:
-            await asyncio.wait_for(self._wake.wait(), self._check_s)
+            async with asyncio.timeout(self._check_s):
+                await self._wake.wait()
         except TimeoutError:
             return
 
