@@ -77,10 +77,11 @@ class Running:
 
     async def crash(self) -> None:
         """Drop everything where it stands, as kill -9 does; SQLite keeps what was committed."""
-        for task in [self.task, *self.service._tasks]:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RuntimeError):
-                await task
+        tasks = {self.task, *self.service._tasks}
+        while tasks:  # on Python 3.11 a cancellation that meets a result (`wait_for`, inside nats-py) is swallowed
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.1)
         self.service._store.close()
         with contextlib.suppress(OSError):
             await self.bus.client.close()

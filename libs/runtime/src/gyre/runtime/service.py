@@ -132,7 +132,9 @@ class Service(Generic[S]):
 
     async def _next_turn(self) -> list[_Item]:
         try:
-            turn = [await asyncio.wait_for(self._inbox.get(), 0.5)]
+            # Not `wait_for`: on Python 3.11 it swallows a cancellation that arrives together with its result.
+            async with asyncio.timeout(0.5):
+                turn = [await self._inbox.get()]
         except TimeoutError:
             return []
         if self._careful:
@@ -254,7 +256,8 @@ class Service(Generic[S]):
             if not rows:
                 self._outbox_wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._outbox_wake.wait(), 1.0)
+                    async with asyncio.timeout(1.0):
+                        await self._outbox_wake.wait()
                 continue
             await asyncio.gather(*(self._publish_row(row) for row in rows))
             self._store.mark_sent(row.id for row in rows)
