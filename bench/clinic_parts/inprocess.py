@@ -64,14 +64,15 @@ class Patient:
         return self.tokenizer.encode(f"<|user|> {content} <|end|> <|assistant|>")
 
     def _obey(self, command: str) -> str:
-        words = command.split()
-        if len(words) != 3 or words[0] != "F" or words[1] not in NAMES or words[2] not in "1234":
-            return "?"
-        place = NAMES.index(words[1])
-        if self.state[place] == int(words[2]):
-            self.state[place] = 0
         states = {name: str(kind or ".") for name, kind in zip(NAMES, self.state, strict=True)}
-        return f"{words[1]} {states[words[1]]} {next_failing(words[1], states)}"
+        words = command.split()
+        if len(words) != 3 or words[0] != "F" or words[1] not in states or words[2] not in ("1", "2", "3", "4"):
+            return f"? ? {next_failing(NAMES[-1], states)}"
+        name, kind = words[1], words[2]
+        if states[name] == kind:
+            self.state[NAMES.index(name)] = 0
+            states[name] = "."
+        return f"{name} {states[name]} {next_failing(name, states)}"
 
 
 def run(generator: Generator, tokenizer: ChatTokenizer, patterns: list[tuple[int, ...]], kills: list[int | None]

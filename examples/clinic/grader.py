@@ -107,13 +107,13 @@ def _deadline(limit_s: float) -> Iterator[None]:
     def expire(signum: int, frame: object) -> None:
         raise Expired
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s / 10)
+    before = signal.signal(signal.SIGPROF, expire)
+    signal.setitimer(signal.ITIMER_PROF, limit_s, limit_s / 10)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _read_regular(path: Path) -> bytes | None:

@@ -172,7 +172,7 @@ def obey(command: str, tests: dict[str, object], states: dict[str, str]) -> str:
     """Edits the workspace as the model's command says and tests it again; returns the observation."""
     words = command.split()
     if len(words) != 3 or words[0] != "F" or words[1] not in states or words[2] not in ("1", "2", "3", "4"):
-        return "?"
+        return f"? ? {next_failing(NAMES[-1], states)}"
     name = words[1]
     before = read(f"{name}.py")
     after = repair(before, int(words[2]))

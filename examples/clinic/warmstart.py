@@ -5,8 +5,9 @@ summaries. That teaches the format and how the shell answers, so that the answer
 report. It does not teach which command to give; reinforcement learning has to find that.
 
 Tokens do not weigh the same. The first report cannot be predicted, so it weighs nothing; observations are few, so they
-weigh more. The arguments of a random command are noise and weigh little: a model drilled to predict that noise learns
-to look away from the report when it writes a command, and unlearning that takes many steps.
+weigh more. Of a random command's arguments only the format can be predicted (a module, a kind): that has full weight.
+Which one it is is noise and weighs little: a model drilled to predict that noise learns to look away from the report
+when it writes a command, and unlearning that takes many steps.
 
     python warmstart.py --out runs/clinic/policy
 
@@ -25,12 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from gyre.policy.attention import CausalAttention
 from gyre.policy.checkpoint import save_checkpoint
 from gyre.policy.decoder import Decoder
 from policy import POLICY, build_tokenizer
-from sessions import KIND, MODULE, OBSERVED, REPORT, draw, training_patterns
+from sessions import KIND, MODULE, MODULE_IDS, OBSERVED, REPORT, STATE_IDS, draw, training_patterns
 
 RECORD_FILE = "warmstart.json"
 INPUTS = ("policy.py", "sessions.py", "tasks.py", "warmstart.py")
@@ -38,13 +38,14 @@ INPUTS = ("policy.py", "sessions.py", "tasks.py", "warmstart.py")
 
 @dataclass(frozen=True)
 class Settings:
-    """Loss weights of a random command's two arguments and of observed states; the first report 0, all else 1."""
+    """Loss weights: which module and which kind a random command names, what observations say; the first report
+    weighs 0, all else 1."""
 
-    num_updates: int = 250
+    num_updates: int = 350
     sessions_per_update: int = 64
     learning_rate: float = 3e-3
     module_weight: float = 0.05
-    kind_weight: float = 0.1
+    kind_weight: float = 0.05
     observed_weight: float = 4.0
     seed: int = 0
 
@@ -59,10 +60,9 @@ def train(settings: Settings, log: bool = False) -> Decoder:
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * _schedule(update, settings.num_updates)
         sessions = draw(rng, patterns, settings.sessions_per_update)
-        weight_W = _weights(sessions.places_W, settings)
-        loss_SW = next_token_loss(decoder, torch.from_numpy(sessions.ids_SW))
+        loss_SW = next_token_loss(decoder, torch.from_numpy(sessions.ids_SW), sessions.places_W, settings)
         optimizer.zero_grad()
-        (loss_SW * weight_W).mean().backward()
+        loss_SW.mean().backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         optimizer.step()
         if log and (update + 1) % 50 == 0:
@@ -83,20 +83,36 @@ def _soften(decoder: Decoder) -> None:
                 parameter.mul_(0.6)
 
 
-def next_token_loss(decoder: Decoder, ids_SW: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each token but the first, [S, W - 1]."""
+def next_token_loss(
+    decoder: Decoder, ids_SW: torch.Tensor, places_W: np.ndarray, settings: Settings
+) -> torch.Tensor:
+    """Weighted loss of each token but the first, [S, W - 1]."""
     num, width = ids_SW.shape[0], ids_SW.shape[1] - 1
     positions_T = torch.arange(width).repeat(num)
     hidden_TE = decoder(ids_SW[:, :-1].reshape(-1), positions_T, CausalAttention([width] * num))
-    loss_T = F.cross_entropy(decoder.logits(hidden_TE), ids_SW[:, 1:].reshape(-1), reduction="none")
-    return loss_T.view(num, width)
+    logprobs_SWV = torch.log_softmax(decoder.logits(hidden_TE), dim=-1).view(num, width, -1)
+    wanted_SW = ids_SW[:, 1:]
+    by_place = {REPORT: 0.0, OBSERVED: settings.observed_weight}
+    weight_W = torch.tensor([by_place.get(int(place), 1.0) for place in places_W[1:]])
+    loss_SW = -logprobs_SWV.gather(-1, wanted_SW[..., None])[..., 0] * weight_W
+    for place, choices, weight in (
+        (MODULE, MODULE_IDS, settings.module_weight),
+        (KIND, STATE_IDS[1:], settings.kind_weight),
+    ):
+        at = torch.from_numpy(np.flatnonzero(places_W[1:] == place))
+        loss_SW = loss_SW.index_copy(
+            1, at, _argument_loss(logprobs_SWV[:, at], wanted_SW[:, at], torch.from_numpy(choices), weight)
+        )
+    return loss_SW
 
 
-def _weights(places_W: np.ndarray, settings: Settings) -> torch.Tensor:
-    """Loss weights of the predicted tokens, [W - 1]."""
-    by_place = {REPORT: 0.0, MODULE: settings.module_weight, KIND: settings.kind_weight}
-    by_place[OBSERVED] = settings.observed_weight
-    return torch.tensor([by_place.get(int(place), 1.0) for place in places_W[1:]])
+def _argument_loss(
+    logprobs_SAV: torch.Tensor, wanted_SA: torch.Tensor, choices_C: torch.Tensor, weight: float
+) -> torch.Tensor:
+    """That the argument is one of the choices, at full weight; which one, at ``weight`` (0 if it is none), [S, A]."""
+    format_SA = logprobs_SAV[..., choices_C].logsumexp(-1)
+    chosen_SA = logprobs_SAV.gather(-1, wanted_SA[..., None])[..., 0] - format_SA
+    return -format_SA - weight * chosen_SA * torch.isin(wanted_SA, choices_C)
 
 
 def _schedule(update: int, num_updates: int) -> float:

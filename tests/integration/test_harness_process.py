@@ -2,34 +2,22 @@
 
 import asyncio
 import fcntl
-import io
 import os
 import subprocess
 import sys
-import tarfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from executor_stage import ExecutorStage, X
 from gyre.contracts.errors import HarnessError, SandboxError
-from gyre.contracts.events import ExecutionSpec, ExecutionTerminated, GroupDispatched, Sampling
-from gyre.rollout.core import RolloutCore
-from gyre.rollout.executor import Executor, ExecutorSettings
-from gyre.rollout.gateway.archive import CallArchive
-from gyre.rollout.gateway.session import Sessions
+from gyre.contracts.events import ExecutionSpec, GroupDispatched
 from gyre.rollout.harness.base import Launch
 from gyre.rollout.harness.process import ProcessHarness, SandboxSettings, find_bwrap
 from gyre.rollout.local import LimitFired
-from gyre.rollout.workspace import WorkspaceLimits
-from gyre.runtime.blobs import DirectoryBlobs
-from gyre.runtime.clock import SystemClock
-from gyre.runtime.effects import Publish
 from rollout_fakes import wait_until
 
 SH = "/bin/sh"
-X = "g00000-000-x00"
 
 
 def launch(home: Path, script: str, environment: dict[str, str] | None = None) -> Launch:
@@ -207,79 +195,8 @@ def test_a_sandboxed_harness_sees_its_own_directories_and_dies_as_one(tmp_path: 
 # ---------------------------------------------------------------- the executor around the core
 
 
-class Stage:
-    """Core, executor and processes, without NATS. Events go to the core at once, effects to the executor."""
-
-    def __init__(self, root: Path, *command: str, **settings: object) -> None:
-        self.root = root
-        task = root / "tasks" / "t"
-        for name, text in (("instruction.md", "do it"), ("workspace/a.txt", "a"), ("tests/secret.py", "s")):
-            (task / name).parent.mkdir(parents=True, exist_ok=True)
-            (task / name).write_text(text)
-        self.core = RolloutCore(4, 0)
-        self.state = self.core.initial()
-        self.facts: list[object] = []
-        self.events: list[object] = []
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.settings = ExecutorSettings(
-            root=root / "executions", tasks_root=root / "tasks", config_dir=root, gateway_url="http://gateway",
-            command=command, environment={}, train_sampling=Sampling(), eval_sampling=Sampling(),
-            workspace=WorkspaceLimits(), kill_grace_s=0.2, preserve_retry_s=0.01, **settings)
-        self.blobs = DirectoryBlobs(root / "blobs")
-        self.open()
-
-    def open(self) -> None:
-        """A fresh executor over what lies on the disk."""
-        self.archive = CallArchive(self.root / "calls.sqlite", "process")
-        self.sessions = Sessions(b"k" * 32, self.archive)
-        self.executor = Executor(self.settings, ProcessHarness(SandboxSettings()), self.sessions, self.blobs,
-                                 lambda: self.state.executions, self.tell, self.spawn, SystemClock())
-
-    def spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def tell(self, event: object) -> None:
-        self.events.append(event)
-        self.state, effects = self.core.step(self.state, event, time.time())
-        self.facts += [f.fact for f in effects if isinstance(f, Publish)]
-        for effect in effects:
-            if not isinstance(effect, Publish):
-                assert await self.executor.perform(effect)
-
-    async def crash(self) -> None:
-        """The executor dies and another one resumes."""
-        for task in list(self.tasks):
-            task.cancel()
-        self.archive.close()
-        self.open()
-        for effect in self.core.resume(self.state, time.time()):
-            await self.executor.perform(effect)
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            await self.executor.look()
-            await asyncio.sleep(0.01)
-
-    def ends(self) -> list[ExecutionTerminated]:
-        return [f for f in self.facts if isinstance(f, ExecutionTerminated)]
-
-    async def dispatch(self, timeout_s: float = 30.0, overall_timeout_s: float = 60.0) -> None:
-        spec = ExecutionSpec(X, 1, timeout_s, overall_timeout_s)
-        await self.tell(GroupDispatched("g00000-000", 0, "q", "t", "train", 0, (spec,)))
-
-    def preserved(self) -> dict[str, bytes]:
-        [end] = self.ends()
-        data = self.blobs.get(end.snapshot)
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            return {m.name: tar.extractfile(m).read() for m in tar if m.isfile()}
-
-
 async def test_an_execution_from_dispatch_to_preserved_workspace(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, SH, "-c", 'cat a.txt "$GYRE_TASK_INSTRUCTION" > b.txt; mkfifo pipe; env > e')
+    stage = ExecutorStage(tmp_path, SH, "-c", 'cat a.txt "$GYRE_TASK_INSTRUCTION" > b.txt; mkfifo pipe; env > e')
     await stage.dispatch()
     await stage.until(stage.ends)
     [end] = stage.ends()
@@ -299,7 +216,7 @@ async def test_an_execution_from_dispatch_to_preserved_workspace(tmp_path: Path)
     (0.3, 60.0, "timed_out", "harness_timeout"), (60.0, 0.3, "dropped", "overall_timeout")])
 async def test_a_timeout_ends_it_and_says_which(tmp_path: Path, harness_s: float, overall_s: float, ending: str,
                                                 limit: str) -> None:
-    stage = Stage(tmp_path, SH, "-c", "echo half > half.txt; sleep 64 & sleep 65")
+    stage = ExecutorStage(tmp_path, SH, "-c", "echo half > half.txt; sleep 64 & sleep 65")
     await stage.dispatch(harness_s, overall_s)
     await stage.until(stage.ends)
     [end] = stage.ends()
@@ -311,7 +228,7 @@ async def test_a_timeout_ends_it_and_says_which(tmp_path: Path, harness_s: float
 
 
 async def test_a_limit_by_calls_kills_while_the_harness_waits(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, SH, "-c", "echo $$ > pid; sleep 66")
+    stage = ExecutorStage(tmp_path, SH, "-c", "echo $$ > pid; sleep 66")
     await stage.dispatch()
     await stage.until((stage.executor.home(X) / "workspace" / "pid").exists)
     await stage.tell(LimitFired(X, "calls"))
@@ -321,7 +238,7 @@ async def test_a_limit_by_calls_kills_while_the_harness_waits(tmp_path: Path) ->
 
 @pytest.mark.parametrize("when", ["running", "ended", "killing"])
 async def test_an_executor_that_dies_and_comes_back_ends_each_execution_once(tmp_path: Path, when: str) -> None:
-    stage = Stage(tmp_path, SH, "-c", "echo x >> count; while [ ! -e go ]; do sleep 0.02; done; exit 4")
+    stage = ExecutorStage(tmp_path, SH, "-c", "echo x >> count; while [ ! -e go ]; do sleep 0.02; done; exit 4")
     await stage.dispatch()
     home = stage.executor.home(X)
     await stage.until(lambda: X in stage.state.executions and stage.state.executions[X].phase == "running")
@@ -344,7 +261,7 @@ async def test_an_executor_that_dies_and_comes_back_ends_each_execution_once(tmp
 
 
 async def test_a_task_that_is_not_there_drops_the_execution(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, SH, "-c", "true")
+    stage = ExecutorStage(tmp_path, SH, "-c", "true")
     spec = ExecutionSpec(X, 1, 1.0, 2.0)
     await stage.tell(GroupDispatched("g00000-000", 0, "q", "absent", "train", 0, (spec,)))
     await stage.until(stage.ends)
@@ -353,7 +270,7 @@ async def test_a_task_that_is_not_there_drops_the_execution(tmp_path: Path) -> N
 
 
 async def test_a_command_that_does_not_exist_is_a_failed_harness(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, "no-such-program")
+    stage = ExecutorStage(tmp_path, "no-such-program")
     await stage.dispatch()
     await stage.until(stage.ends)
     assert (stage.ends()[0].ending, stage.ends()[0].exit_code) == ("failed", 127)

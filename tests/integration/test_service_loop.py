@@ -78,10 +78,10 @@ class Running:
     async def crash(self) -> None:
         """Drop everything where it stands, as kill -9 does; SQLite keeps what was committed."""
         tasks = {self.task, *self.service._tasks}
-        while tasks:  # on Python 3.11 a cancellation that meets a result (`wait_for`, inside nats-py) is swallowed
-            for task in tasks:
+        while left := {task for task in tasks if not task.done()}:
+            for task in left:  # the client library can swallow a cancellation
                 task.cancel()
-            _, tasks = await asyncio.wait(tasks, timeout=0.1)
+            await asyncio.wait(left, timeout=0.5)
         self.service._store.close()
         with contextlib.suppress(OSError):
             await self.bus.client.close()

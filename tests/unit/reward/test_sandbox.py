@@ -1,6 +1,7 @@
 """Which box is chosen, and what a box holds back."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gyre.contracts.errors import ConfigError, SandboxError
-from gyre.reward.config import evaluator_config, fresh_scratch, open_grader
+from gyre.reward.config import evaluator_config, open_grader
 from gyre.reward.process import run_box
 from gyre.reward.sandbox import (
     Box,
@@ -21,6 +22,7 @@ from gyre.reward.sandbox import (
     open_sandbox,
     remove_tree,
 )
+from gyre.reward.scratch import open_scratch
 from gyre.runtime.config import Deployment, Endpoint, HarnessConfig, PolicyConfigRef, RewardConfig, RunConfig, TasksConfig
 
 HERE = Endpoint("127.0.0.1:0", "127.0.0.1:0")
@@ -154,12 +156,24 @@ def test_every_grader_opens_where_bubblewrap_is(tmp_path: Path, grader: str) -> 
     assert open_grader(config, tmp_path / "scratch").name == grader
 
 
-def test_scratch_is_in_memory_where_it_fits_and_what_a_killed_process_left_is_gone(tmp_path: Path) -> None:
+def test_scratch_is_in_memory_where_it_fits(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    first = fresh_scratch(tmp_path / "state", "reward-0", 1, memory)
-    (first / "left").write_text("x")
-    assert fresh_scratch(tmp_path / "state", "reward-0", 1, memory) == first and list(first.iterdir()) == []
-    assert first.parent == memory and fresh_scratch(tmp_path / "other", "reward-0", 1, memory) != first
-    for room, place in ((2**60, memory), (1, tmp_path / "none")):
-        assert fresh_scratch(tmp_path / "state", "reward-0", room, place) == tmp_path / "state/reward-0-scratch"
+    state = tmp_path / "state"
+    for room, place, parent in ((1, memory, memory), (2**60, memory, state), (1, tmp_path / "none", state)):
+        scratch = open_scratch(state, room, place)
+        assert scratch.path.parent == parent
+        scratch.close()
+        assert list(parent.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_swept_up_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+    living = open_scratch(tmp_path, 1, tmp_path)
+    killed = open_scratch(tmp_path, 1, tmp_path)
+    (killed.path / "left").write_text("x")
+    os.close(killed.lock_fd)
+    (tmp_path / "somebody-else").mkdir()
+    scratch = open_scratch(tmp_path, 1, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {living.path.name, scratch.path.name, "somebody-else"}
+    scratch.close()
+    living.close()

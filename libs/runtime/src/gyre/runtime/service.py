@@ -132,8 +132,7 @@ class Service(Generic[S]):
 
     async def _next_turn(self) -> list[_Item]:
         try:
-            # Not `wait_for`: on Python 3.11 it swallows a cancellation that arrives together with its result.
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(0.5):  # not wait_for, which can swallow a cancellation
                 turn = [await self._inbox.get()]
         except TimeoutError:
             return []

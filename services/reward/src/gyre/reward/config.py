@@ -1,24 +1,20 @@
 """What one evaluator process needs to know, taken from the run's and the deployment's configuration."""
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gyre.contracts.digest import bytes_digest
 from gyre.contracts.errors import ConfigError
 from gyre.reward.core import Budget
 from gyre.reward.graders.base import Grader
 from gyre.reward.graders.functions import FunctionsGrader, TimeLimits
 from gyre.reward.graders.harbor import HarborGrader
 from gyre.reward.graders.pytest import PytestGrader
-from gyre.reward.sandbox import Limits, SandboxMode, open_sandbox, remove_tree
+from gyre.reward.sandbox import Limits, SandboxMode, open_sandbox
 from gyre.reward.snapshot import SnapshotLimits
 from gyre.runtime.config import Deployment, RunConfig
 
 MAX_TEST_WALL_S = 10.0
-MEMORY = Path("/dev/shm")
-SPARE_WORKSPACES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +51,6 @@ def evaluator_config(run: RunConfig, config_dir: Path, deployment: Deployment, i
         sandbox=run.harness.sandbox, shipped_example=run.harness.shipped_example,
         allow_unsandboxed=deployment.allow_unsandboxed, budget=Budget(max_attempts=run.reward.max_attempts),
         snapshot=SnapshotLimits(total_bytes=run.harness.max_workspace_bytes))
-
-
-def fresh_scratch(state_dir: Path, process: str, workspace_bytes: int, memory: Path = MEMORY) -> Path:
-    """The empty scratch directory of a process, always at the same place, so that what a killed one left is removed.
-
-    In memory where that has room for many workspaces: creating small files on a busy disk costs more than grading them.
-    """
-    place = state_dir / f"{process}-scratch"
-    if memory.is_dir() and shutil.disk_usage(memory).free >= SPARE_WORKSPACES * workspace_bytes:
-        place = memory / f"gyre-{bytes_digest(str(state_dir.resolve()).encode())[:16]}-{process}"
-    remove_tree(place)
-    place.mkdir(parents=True)
-    return place
 
 
 def open_grader(config: EvaluatorConfig, scratch: Path) -> Grader:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from gyre.reward.config import evaluator_config, fresh_scratch, open_grader
+from gyre.reward.config import evaluator_config, open_grader
 from gyre.reward.evaluation import Evaluation, TasksRoot
 from gyre.reward.evaluator import Evaluator
 from gyre.reward.rpc import SERVICE, RewardRpc
-from gyre.reward.sandbox import remove_tree
+from gyre.reward.scratch import open_scratch
 from gyre.runtime.process import Process, add_arguments, parser, run
 from gyre.runtime.rpc import Server
 
@@ -14,8 +14,8 @@ from gyre.runtime.rpc import Server
 async def serve(process: Process) -> None:
     """Evaluate until asked to stop."""
     config = evaluator_config(process.config, process.config_dir, process.deployment, process.index)
-    scratch = fresh_scratch(Path(process.deployment.state_dir), process.name, config.snapshot.total_bytes)
-    grader = open_grader(config, scratch)
+    scratch = open_scratch(Path(process.deployment.state_dir), config.snapshot.total_bytes)
+    grader = open_grader(config, scratch.path)
     evaluation = Evaluation(grader, process.blobs, TasksRoot(config.tasks_root), config.snapshot, config.budget,
                             process.clock, process.name)
     bus = await process.connect()
@@ -29,7 +29,7 @@ async def serve(process: Process) -> None:
         await server.stop()
         await grader.close()
         await bus.close()
-        remove_tree(scratch)
+        scratch.close()
 
 
 def main() -> None:

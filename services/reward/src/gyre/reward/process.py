@@ -33,7 +33,8 @@ async def run_box(sandbox: Sandbox, box: Box, timeout_s: float, log: Path) -> Fi
             start_new_session=True)
     exit_code: int | None = None
     try:
-        exit_code = await asyncio.wait_for(process.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            exit_code = await process.wait()
     except TimeoutError:
         pass
     finally:

@@ -14,7 +14,8 @@ from gyre.runtime.config import Deployment, RunConfig
 def call_settings(config: RunConfig) -> CallSettings:
     """What the run fixes for every call."""
     sampling = config.sampling
-    return CallSettings(config.policy.name, sampling.max_tokens, sampling.max_context, config.harness.tool_format)
+    return CallSettings(config.policy.name, sampling.max_tokens, sampling.max_context, config.harness.tool_format,
+                        config.telemetry.trace_calls)
 
 
 def executor_settings(config: RunConfig, deployment: Deployment, config_dir: Path) -> ExecutorSettings:

@@ -35,6 +35,7 @@ from gyre.rollout.local import (
     WorkspacePreserved,
 )
 from gyre.rollout.workspace import WorkspaceLimits
+from gyre.runtime import telemetry
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
 from gyre.runtime.config import fill
@@ -77,28 +78,32 @@ class Executor:
         self._executions, self._post, self._spawn, self._clock = executions, post, spawn, clock
         self._watched: set[str] = set()
         self._begun: dict[str, asyncio.Event] = {}
+        self._traces: dict[str, Mapping[str, str]] = {}  # context of each dispatch, which its end belongs to
         self._starting = asyncio.Semaphore(settings.max_starting)
 
     def home(self, execution: str) -> Path:
         """The directory of an execution."""
         return self._settings.root / execution
 
-    async def perform(self, effect: Any) -> bool:
-        """Begin an effect; False if it is none of the executor's."""
+    async def perform(self, effect: Any, trace: Mapping[str, str] | None = None) -> bool:
+        """Begin an effect under the context `trace`; False if it is none of the executor's."""
+        trace = trace or {}
         if isinstance(effect, StartHarness):
             await self._open_session(effect)
+            self._traces[effect.execution] = trace
             begun = self._begun.setdefault(effect.execution, asyncio.Event())
-            self._spawn(self._start(effect, begun))
+            self._spawn(self._start(effect, begun, trace))
         elif isinstance(effect, KillHarness):
             self._watched.discard(effect.execution)
             self._sessions.close(effect.execution)
-            self._spawn(self._kill_and_report(effect.execution))
+            self._spawn(self._kill_and_report(effect.execution, trace))
         elif isinstance(effect, PreserveWorkspace):
             self._sessions.close(effect.execution)
-            self._spawn(self._preserve(effect.execution))
+            self._spawn(self._preserve(effect.execution, trace))
         elif isinstance(effect, DiscardExecution):
             self._watched.discard(effect.execution)
             self._begun.pop(effect.execution, None)
+            self._traces.pop(effect.execution, None)
             self._sessions.forget(effect.execution)
             self._spawn(self._discard(effect.execution))
         else:
@@ -116,10 +121,11 @@ class Executor:
             # What was archived but did not reach the journal before a crash; the core knows the others.
             await self._post(CallFinished(call.record, call.stall_s))
 
-    async def _start(self, effect: StartHarness, begun: asyncio.Event) -> None:
+    async def _start(self, effect: StartHarness, begun: asyncio.Event, trace: Mapping[str, str]) -> None:
         """Start or adopt; `begun` is set when no start is under way any more, so that a kill does not overtake it."""
         try:
-            await self._start_one(effect)
+            with telemetry.span("start harness", trace, gyre__execution=effect.execution):
+                await self._start_one(effect)
         finally:
             begun.set()
 
@@ -190,15 +196,19 @@ class Executor:
                 continue
             if self._harness.ended(self.home(execution_id)) is not None:
                 self._watched.discard(execution_id)
-                self._spawn(self._kill_and_report(execution_id))
+                self._spawn(self._kill_and_report(execution_id, self._traces.get(execution_id, {})))
                 continue
             session = self._sessions.get(execution_id)
             limit = due_limit(execution, now, session.stall.total_s(now) if session else execution.stall_s)
             if limit is not None:
                 await self._post(LimitFired(execution_id, limit))
 
-    async def _kill_and_report(self, execution: str) -> None:
+    async def _kill_and_report(self, execution: str, trace: Mapping[str, str]) -> None:
         """End what is left of a harness, TERM then KILL, and report how it ended."""
+        with telemetry.span("end harness", trace, gyre__execution=execution):
+            await self._kill_all(execution)
+
+    async def _kill_all(self, execution: str) -> None:
         home = self.home(execution)
         session = self._sessions.get(execution)
         if execution in self._begun:
@@ -221,7 +231,11 @@ class Executor:
 
     # ------------------------------------------------------------ after the end
 
-    async def _preserve(self, execution: str) -> None:
+    async def _preserve(self, execution: str, trace: Mapping[str, str]) -> None:
+        with telemetry.span("preserve workspace", trace, gyre__execution=execution):
+            await self._try_to_preserve(execution)
+
+    async def _try_to_preserve(self, execution: str) -> None:
         snapshot, reason = None, ""
         for attempt in range(self._settings.preserve_attempts):
             try:

@@ -6,7 +6,7 @@ killed and came back, or a service that was, needs no special path.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from gyre.contracts.errors import EngineError
@@ -14,6 +14,7 @@ from gyre.contracts.events import WeightsPublished
 from gyre.rollout.engine_client import Observed
 from gyre.rollout.local import EngineAsleep, EngineServing, SettleCell
 from gyre.rollout.router import EngineGone, Router
+from gyre.runtime import telemetry
 from gyre.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -48,12 +49,17 @@ class Keeper:
         self._engine, self._router, self._post, self._clock = engine, router, post, clock
         self._check_s, self._drain_timeout_s = check_s, drain_timeout_s
         self._wanted: SettleCell | None = None
+        self._trace: Mapping[str, str] = {}
         self._said: tuple[int, int] | None = None  # (epoch, version) that was reported; version -1: asleep
         self._wake = asyncio.Event()
 
-    def settle(self, wanted: SettleCell) -> None:
-        """This is what the cell's engine is to do from now on. Admission stops at once if it is to sleep."""
+    def settle(self, wanted: SettleCell, trace: Mapping[str, str] | None = None) -> None:
+        """This is what the cell's engine is to do from now on. Admission stops at once if it is to sleep.
+
+        `trace` is the context of the transition that wants it.
+        """
         self._wanted = wanted
+        self._trace = trace or {}
         if not wanted.serve:
             self._router.set_admitting(self.cell, False)
         self._wake.set()
@@ -73,7 +79,8 @@ class Keeper:
     async def _pause(self) -> None:
         """Until something new is wanted or the next check is due."""
         try:
-            await asyncio.wait_for(self._wake.wait(), self._check_s)
+            async with asyncio.timeout(self._check_s):
+                await self._wake.wait()
         except TimeoutError:
             return
 
@@ -93,15 +100,25 @@ class Keeper:
         if self._said == (wanted.epoch, -1) and observed.asleep:
             return
         num_moved = num_replayed = 0
-        if not observed.asleep:
-            await self._engine.set_admission(False)
-            num_moved, num_replayed = await self._router.drain(self.cell, self._drain_timeout_s)
-        # Also when it sleeps already: the epoch is new, and the lock has to be free under it.
-        await self._engine.sleep(wanted.epoch)
-        self._said = (wanted.epoch, -1)
-        await self._post(EngineAsleep(self.cell, wanted.epoch, num_moved, num_replayed))
+        with telemetry.span("put engine to sleep", self._trace, gyre__cell=self.cell, gyre__epoch=wanted.epoch):
+            if not observed.asleep:
+                await self._engine.set_admission(False)
+                with telemetry.span("drain engine", gyre__calls=self._router.num_live(self.cell)):
+                    num_moved, num_replayed = await self._router.drain(self.cell, self._drain_timeout_s)
+            # Also when it sleeps already: the epoch is new, and the lock has to be free under it.
+            await self._engine.sleep(wanted.epoch)
+            self._said = (wanted.epoch, -1)
+            await self._post(EngineAsleep(self.cell, wanted.epoch, num_moved, num_replayed))
 
     async def _serve(self, wanted: SettleCell, weights: WeightsPublished, observed: Observed) -> None:
+        if self._said == (wanted.epoch, weights.version) and observed == Observed(weights.version, False, True):
+            self._router.set_admitting(self.cell, True)
+            return
+        with telemetry.span("bring engine to service", self._trace, gyre__cell=self.cell, gyre__epoch=wanted.epoch,
+                            gyre__version=weights.version):
+            await self._bring_to_service(wanted, weights, observed)
+
+    async def _bring_to_service(self, wanted: SettleCell, weights: WeightsPublished, observed: Observed) -> None:
         version, checksum = observed.version, weights.checksum
         if observed.asleep or self._said is None:
             version, checksum = await self._engine.wake(wanted.epoch, weights)

@@ -225,7 +225,8 @@ class Router:
         while not self._admits.is_set():
             stall.begin(self._clock.now())
             try:
-                await asyncio.wait_for(self._admits.wait(), self._limits.stall_timeout_s)
+                async with asyncio.timeout(self._limits.stall_timeout_s):
+                    await self._admits.wait()
             except TimeoutError:
                 raise EngineError(f"no engine admitted for {self._limits.stall_timeout_s} s") from None
             finally:

@@ -33,7 +33,7 @@ from gyre.rollout.keeper import Keeper
 from gyre.rollout.local import CallFinished, LimitFired, OpenGateway, SettleCell
 from gyre.rollout.router import Router, RouterLimits
 from gyre.rollout.rpc import SERVICE, RolloutRpc, View
-from gyre.runtime import rpc
+from gyre.runtime import rpc, telemetry
 from gyre.runtime.process import Process
 from gyre.runtime.service import Service, Subscription
 
@@ -71,7 +71,7 @@ class Rollout:
         return self.service
 
     async def _post(self, event: Any) -> None:
-        await self._service.post(event)
+        await self._service.post(event, telemetry.inject())
 
     async def _commit(self, call: ArchivedCall) -> bool:
         """Make a record durable; whether it counts is the core's word."""
@@ -86,11 +86,11 @@ class Rollout:
     async def perform(self, effect: Any, trace: Mapping[str, str]) -> None:
         """Carry out one effect of the core; long work goes on beside the loop."""
         if isinstance(effect, SettleCell):
-            self.keepers[effect.cell].settle(effect)
+            self.keepers[effect.cell].settle(effect, trace)
         elif isinstance(effect, OpenGateway):
             self.resumed.set()
         else:
-            await self.executor.perform(effect)
+            await self.executor.perform(effect, trace)
 
 
 async def serve(process: Process) -> None:

@@ -93,7 +93,8 @@ class Scheduler:
     async def _cycle(self) -> None:
         """1. read; 2. fold; 3. decide on the snapshot; 4. say it; 5. wait to read it back (by not deciding)."""
         with contextlib.suppress(TimeoutError):
-            batch = await asyncio.wait_for(self._received.get(), 0.25)
+            async with asyncio.timeout(0.25):
+                batch = await self._received.get()
             self._fold(batch)
             while not self._received.empty():
                 self._fold(self._received.get_nowait())

@@ -220,7 +220,8 @@ class Coordinator:
     async def _pause(self) -> None:
         """Until the ledger changes or a moment has passed (leases end without an event)."""
         try:
-            await asyncio.wait_for(self._attention.wait(), POLL_S)
+            async with asyncio.timeout(POLL_S):
+                await self._attention.wait()
         except TimeoutError:
             return
 
@@ -317,7 +318,8 @@ class Coordinator:
     async def _wait_for_change(self, timeout_s: float) -> None:
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
             except TimeoutError:
                 return
 

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -21,12 +22,14 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FrameType, ModuleType
 
 TICK_S = 0.05  # how often the processes of a slow test are counted
+TICKS = 8  # how often per limit a test's own time is checked
 GRACE_S = 0.5  # after the alarm inside the child has rung, before the child is killed
 MAX_SWEEPS = 5000
 MAX_LINE = 4096
 MAX_CHILD_BYTES = 4 * 1024 * 1024
 DETAIL_CHARS = 200
 REPORT_FD = 3  # where the child finds its end of the pipe
+STDLIB = sys.stdlib_module_names
 Results = dict[str, tuple[bool, str]]
 
 
@@ -173,7 +176,8 @@ def _resident_bytes(process: str) -> int:
 def _listen(job: Job, first: int, fd: int, results: Results, crowd: Crowd | None) -> int:
     """Read what the child says until it is done, silent for too long, or dead."""
     heard = Heard(job, first, results)
-    buffer, total, quiet_at = b"", 0, time.monotonic() + job.wall_s + GRACE_S
+    patience_s = job.wall_s * (1 + 1 / TICKS) + GRACE_S
+    buffer, total, quiet_at = b"", 0, time.monotonic() + patience_s
     while not heard.done:
         left = min(quiet_at, job.deadline) - time.monotonic()
         ready = select.select([fd, 0], [], [], min(max(left, 0.0), TICK_S))[0]
@@ -193,7 +197,7 @@ def _listen(job: Job, first: int, fd: int, results: Results, crowd: Crowd | None
             raise Forged("the child said too much")
         for line in lines:
             heard.take(line)
-            quiet_at = time.monotonic() + job.wall_s + GRACE_S
+            quiet_at = time.monotonic() + patience_s
     return len(job.ids)
 
 
@@ -272,8 +276,6 @@ def _enter(job: Job, write_fd: int) -> None:
         os.dup2(write_fd, REPORT_FD)
     os.set_inheritable(REPORT_FD, False)
     os.closerange(REPORT_FD + 1, 1024)
-    import resource  # not on Windows, which has no fork either
-
     cpu = max(1, int(job.deadline - time.monotonic()) + 2)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
     os.chdir(job.workspace)
@@ -297,12 +299,14 @@ class WorkspaceFinder:
 
     def __init__(self, workspace: str, taken: list[str]) -> None:
         self._workspace = workspace
-        self._taken = {name.partition(".")[0] for name in taken} | sys.stdlib_module_names
+        self._there = set(os.listdir(workspace))
+        self._taken = {name.partition(".")[0] for name in taken}
 
     def find_spec(self, name: str, path: object = None, _target: object = None) -> ModuleSpec | None:
-        file = f"{self._workspace}/{name}.py"
-        if path is not None or name in self._taken or not os.path.isfile(file) or os.path.isdir(file[:-3]):
+        there = self._there
+        if path is not None or f"{name}.py" not in there or name in there or name in self._taken or name in STDLIB:
             return None
+        file = f"{self._workspace}/{name}.py"
         spec = ModuleSpec(name, self, origin=file)
         spec.has_location = True
         return spec
@@ -357,26 +361,31 @@ def _run(job: Job, code: dict[str, CodeType], first: int) -> None:
 
 
 class Alarm:
-    """Processor and wall time for one piece of foreign code."""
+    """Processor and wall time for one piece of foreign code. Two timers tick all the while; setting one costs more.
+
+    Code that swallows the first TimeIsUp gets another at each tick. Code that stops the timers is left to the worker.
+    """
 
     def __init__(self, cpu_s: float, wall_s: float) -> None:
-        self._limits = ((signal.ITIMER_PROF, cpu_s), (signal.ITIMER_REAL, wall_s))
-        self._set = signal.setitimer
-        self._handle = signal.signal
+        self._cpu_s, self._wall_s = cpu_s, wall_s
+        self._cpu_clock, self._wall_clock = time.process_time, time.monotonic
+        self._cpu_end = self._wall_end = float("inf")
+        signal.signal(signal.SIGPROF, self._tick)
+        signal.signal(signal.SIGALRM, self._tick)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s / TICKS, cpu_s / TICKS)
+        signal.setitimer(signal.ITIMER_REAL, wall_s / TICKS, wall_s / TICKS)
 
     def __enter__(self) -> None:
-        for number in (signal.SIGPROF, signal.SIGALRM):
-            self._handle(number, _time_is_up)
-        for timer, seconds in self._limits:
-            self._set(timer, seconds)
+        self._cpu_end, self._wall_end = self._cpu_clock() + self._cpu_s, self._wall_clock() + self._wall_s
 
     def __exit__(self, *_: object) -> None:
-        for timer, _seconds in self._limits:
-            self._set(timer, 0)
+        self._cpu_end = self._wall_end = float("inf")
 
-
-def _time_is_up(number: int, _frame: FrameType | None) -> None:
-    raise TimeIsUp("used up its processor time" if number == signal.SIGPROF else "took too long")
+    def _tick(self, _number: int, _frame: FrameType | None) -> None:
+        if self._cpu_clock() > self._cpu_end:
+            raise TimeIsUp(f"used {self._cpu_s:g} s of processor time")
+        if self._wall_clock() > self._wall_end:
+            raise TimeIsUp(f"took {self._wall_s:g} s")
 
 
 def _guarded(alarm: Alarm, function: object, *args: object) -> tuple[object, str]:

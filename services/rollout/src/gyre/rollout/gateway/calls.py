@@ -30,6 +30,7 @@ from gyre.rollout.gateway.render import Prompt, Renderer
 from gyre.rollout.gateway.session import PendingCall, Session, request_key, transcript_key
 from gyre.rollout.gateway.tools import ToolFormat, parse_tool_calls, safe_length
 from gyre.rollout.router import EngineRefused, Job, Output, Router
+from gyre.runtime import telemetry
 from gyre.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class CallSettings:
     max_tokens: int = 512  # cap on the output of one call
     max_context: int = 8192  # prompt + output
     tool_format: ToolFormat = "hermes"
+    trace: bool = False  # a span for each call
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,13 @@ class Calls:
         return pending
 
     async def _run(self, ask: _Ask) -> None:
+        if not self.settings.trace:
+            return await self._serve(ask)
+        with telemetry.span(f"chat {self.settings.model}", kind=telemetry.SpanKind.SERVER, gen_ai__operation__name="chat",
+                            gen_ai__request__model=self.settings.model, gyre__execution=ask.session.spec.execution):
+            return await self._serve(ask)
+
+    async def _serve(self, ask: _Ask) -> None:
         """One call from end to end; whatever happens, it is settled."""
         answer, error = None, None
         spec = ask.session.spec

@@ -127,7 +127,8 @@ def _delivered(session: Session, key: bytes, pending: PendingCall, gone: asyncio
 async def _growth(pending: PendingCall, num_shown: int) -> str:
     """More text, or nothing after a while or at the end."""
     try:
-        return await asyncio.wait_for(pending.growth(num_shown), KEEPALIVE_S)
+        async with asyncio.timeout(KEEPALIVE_S):
+            return await pending.growth(num_shown)
     except TimeoutError:
         return ""
 
