@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import harness
-from baselines import copy_workspace
 from clinic_parts.generation import Generator
 from clinic_parts.learning import Execution
 from clinic_parts.server import ChatServer, Session
@@ -52,7 +52,7 @@ class Ward:
             listening.close()
 
     async def _execute(self, slot: int, job: Job, workspace: Path, url: str) -> Execution:
-        copy_workspace(job.task, workspace)
+        shutil.copytree(job.task / "workspace", workspace)
         key = f"secret-{slot}"
         environment = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key,
                        "GYRE_TASK_INSTRUCTION": str(job.task / "instruction.md")}

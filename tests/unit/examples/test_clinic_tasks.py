@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import baselines
@@ -19,7 +20,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def enter(monkeypatch: pytest.MonkeyPatch, task: Path, workspace: Path) -> tuple[dict[str, object], dict[str, str]]:
     """The visible tests and the states of a fresh workspace, which becomes the working directory."""
-    baselines.copy_workspace(task, workspace)
+    shutil.copytree(task / "workspace", workspace)
     monkeypatch.chdir(workspace)
     tests = harness.visible_tests()
     return tests, {name: harness.state_of(name, tests) for name in harness.NAMES}
@@ -48,10 +49,11 @@ def test_an_unknown_split_is_refused_by_name() -> None:
 
 
 def test_nothing_earns_nothing_and_the_solution_everything(tmp_path: Path) -> None:
-    rewards = baselines.measure(tmp_path, 12)
-    assert rewards["do_nothing"] == 0.0
-    assert rewards["oracle"] == 1.0
-    assert 0.1 < rewards["random_commands"] < 0.6
+    tasks.write_all(tmp_path, 0, {"held-out": 12})
+    directories = sorted((tmp_path / "held-out").iterdir())
+    assert baselines.value_of(baselines.leave_it, directories, seed=0) == 0.0
+    assert baselines.value_of(baselines.solve, directories, seed=0) == 1.0
+    assert 0.1 < baselines.value_of(baselines.act_at_random, directories, seed=0) < 0.6
 
 
 def test_the_tests_that_fail_are_the_ones_the_task_names(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,13 @@ Runs = Annotated[Path, typer.Option("--runs", help="where runs are kept")]
 RunPath = Annotated[Path | None, typer.Option("--run", help="a run's directory; default: the one that is up")]
 Unsandboxed = Annotated[bool, typer.Option("--allow-unsandboxed", help="run harnesses without a sandbox if there is none")]
 Durability = Annotated[str, typer.Option("--durability", help="what a commit survives: process or power")]
+
+
+@app.callback()
+def quiet() -> None:
+    """Train LLM agents by reinforcement learning on live harness executions."""
+    # A server that is still starting, or being stopped, is no news; what matters ends a command with its message.
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
 
 
 def say(text: str) -> None:

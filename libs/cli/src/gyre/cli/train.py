@@ -11,7 +11,7 @@ from pathlib import Path
 from gyre.cli.launcher import Launcher, connect_patiently, deploy_locally
 from gyre.cli.ledger import RunLedger
 from gyre.cli.metrics import StepLine, step_lines
-from gyre.cli.run_dir import RunDir
+from gyre.cli.run_dir import RunDir, read_pids
 from gyre.cli.session import follow, start_run
 from gyre.contracts.errors import GyreError
 from gyre.contracts.events import GroupCompleted, RunClosed, StepFinished
@@ -69,6 +69,12 @@ def interruptible() -> AsyncIterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
+def bar(done: int, total: int, width: int = 24) -> str:
+    """How far something is, e.g. `[############------------] 32/64`."""
+    filled = width * done // max(total, 1)
+    return f"[{'#' * filled}{'-' * (width - filled)}] {done}/{total}"
+
+
 class Watcher:
     """Folds a run's facts, says one line per step and writes one metrics row per step."""
 
@@ -113,7 +119,7 @@ class Watcher:
             done = self._num_evaluated[fact.label] = self._num_evaluated.get(fact.label, 0) + 1
             total = self._config.evaluation.num_tasks
             if done == total or done % 16 == 0:
-                self._say(f"held-out {fact.label}: {done} of {total} tasks")
+                self._say(f"held-out {fact.label} {bar(done, total)} tasks")
         for line in step_lines(self.ledger, self.options.baselines, self._num_lines):
             self._say(line.text(self._config.steps))
             self._append(line)
@@ -128,26 +134,37 @@ async def train(run: RunDir, config: RunConfig, options: Options, say: Say, atta
     """Run to the end (or attach to processes that `gyre up` started). Raises Interrupted or GyreError."""
     with interruptible() as interrupt:
         if attach:
-            return await _follow_until_end(run, config, options, say, interrupt, None)
+            gone = asyncio.create_task(_launcher_gone(run))
+            try:
+                return await _follow_until_end(run, config, options, say, interrupt, gone)
+            finally:
+                gone.cancel()
         async with launched(run, config, options, say) as launcher:
             return await _follow_until_end(run, config, options, say, interrupt, launcher.failure)
 
 
+async def _launcher_gone(run: RunDir) -> str:
+    """Returns once the processes that somebody else started are stopped."""
+    while "launcher" in read_pids(run):  # noqa: ASYNC110 (another process tells nobody of its end)
+        await asyncio.sleep(1.0)
+    return f"the processes of run {run.name} were stopped"
+
+
 async def _follow_until_end(run: RunDir, config: RunConfig, options: Options, say: Say, interrupt: asyncio.Event,
-                            failure: asyncio.Future[str] | None) -> Watcher:
+                            failure: asyncio.Future[str]) -> Watcher:
     deployment = load_deployment(run.deployment)
     watcher = Watcher(run, config, options, say)
     opening = await start_run(deployment, config_digest(config))
     closed = asyncio.create_task(watcher.until_closed(deployment, opening))
     stopped = asyncio.create_task(interrupt.wait())
-    waiting: set[asyncio.Future] = {closed, stopped} | ({failure} if failure is not None else set())
+    waiting: set[asyncio.Future] = {closed, stopped, failure}
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if closed.done():
         say(f"run {run.name}: {closed.result()}")
         return watcher
     closed.cancel()
-    if failure is not None and failure.done():
+    if failure.done():
         raise GyreError(failure.result())
     raise Interrupted(f"interrupted; go on with: gyre train --resume {_relative(run.path)}")
 
