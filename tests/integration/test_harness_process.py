@@ -181,7 +181,7 @@ def test_a_sandboxed_harness_sees_its_own_directories_and_dies_as_one(tmp_path: 
     hidden, home = tmp_path / "tasks", tmp_path / "home"
     hidden.mkdir()
     (hidden / "answer").write_text("42")
-    harness = ProcessHarness(SandboxSettings(bwrap, (hidden,)))
+    harness = ProcessHarness(SandboxSettings(bwrap, hidden=(hidden,)))
     script = f"ls {hidden} > seen; touch {hidden}/x {tmp_path}/y; echo $$ > pid; setsid sleep 63 & wait"
     harness.start(launch(home, script))
     wait_until((home / "workspace" / "pid").exists)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre.contracts.digest import token_digest
+from gyre.contracts.errors import SandboxError
 from gyre.contracts.events import (
     CallRecorded,
     CellRolloutReady,
@@ -17,6 +18,7 @@ from gyre.contracts.events import (
     ExecutionStarted,
     ExecutionTerminated,
 )
+from gyre.rollout.harness.process import find_bwrap
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
 from rollout_fakes import wait_until
@@ -112,6 +114,18 @@ async def test_a_group_from_dispatch_to_evaluation(start: Start) -> None:
     mine = [e for e in ends if e.execution in limited]
     assert {(e.ending, e.limit, e.num_calls) for e in mine} == {("timed_out", "calls", 2)}
     assert all(e.snapshot for e in mine)
+
+
+async def test_executions_run_in_a_sandbox_where_there_is_one(start: Start) -> None:
+    try:
+        find_bwrap("bwrap", allow_unsandboxed=False, shipped_example=False)
+    except SandboxError:
+        pytest.skip("bubblewrap is not installed")
+    stage, witness = await start(sandbox="bwrap")
+    ids = await witness.dispatch("g00000-000", 3)
+    ends = await all_ended(witness, ids)
+    await check_records(witness, ends)
+    await check_what_was_heard(stage, witness, ends)
 
 
 async def test_serve_may_be_killed_while_executions_run(start: Start) -> None:

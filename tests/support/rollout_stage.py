@@ -59,6 +59,7 @@ class RolloutStage:
     max_tokens: int = 8
     token_ms: float = 1.0
     max_concurrent: int = 64
+    sandbox: str = "none"
     processes: dict[str, subprocess.Popen] = field(default_factory=dict)
 
     @property
@@ -93,7 +94,7 @@ command = ["{{python}}", "-I", "-S", "{{config_dir}}/harness.py", "{self.num_cal
 timeout_s = 60.0
 overall_timeout_s = 120.0
 max_concurrent = {self.max_concurrent}
-sandbox = "none"
+sandbox = "{self.sandbox}"
 tool_format = "plain"
 """)
         (self.root / "deployment.toml").write_text(f"""

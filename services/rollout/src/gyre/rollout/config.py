@@ -1,5 +1,6 @@
 """What `gyre-rollout serve` takes out of the run's configuration and its deployment, typed by who uses it."""
 
+import sys
 from pathlib import Path
 
 from gyre.contracts.errors import ConfigError
@@ -44,7 +45,8 @@ def sandbox_settings(config: RunConfig, deployment: Deployment, config_dir: Path
     local = (deployment.state_dir, deployment.cells_dir, deployment.log_dir, deployment.checkpoint_dir,
              deployment.blobs)
     hidden = [Path(place) for place in local if "://" not in place] + [(config_dir / config.tasks.root).resolve()]
-    return SandboxSettings(bwrap, tuple(p for p in hidden if p.is_dir()))
+    visible = {config_dir.resolve(), Path(sys.prefix), Path(sys.base_prefix)}
+    return SandboxSettings(bwrap, tuple(sorted(visible)), tuple(p for p in hidden if p.is_dir()))
 
 
 def split_listen(listen: str) -> tuple[str, int]:

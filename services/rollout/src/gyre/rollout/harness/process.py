@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +30,11 @@ INSTRUCTION_VARIABLE = "GYRE_TASK_INSTRUCTION"
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """`bwrap` is the program, empty for none. `hidden` directories look empty from inside."""
+    """`bwrap` is the program, empty for none. `hidden` directories look empty from inside, and so does the system's
+    temporary directory, but for what is `visible`, read-only."""
 
     bwrap: str = ""
+    visible: tuple[Path, ...] = ()
     hidden: tuple[Path, ...] = ()
     max_file_bytes: int = 1024 * 1024 * 1024
 
@@ -100,7 +103,9 @@ class ProcessHarness:
         if not self._sandbox.bwrap:
             return list(launch.command)
         arguments = [self._sandbox.bwrap, "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts",
-                     "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+                     "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", tempfile.gettempdir()]
+        for directory in self._sandbox.visible:
+            arguments += ["--ro-bind", str(directory), str(directory)]
         for directory in self._sandbox.hidden:
             arguments += ["--tmpfs", str(directory)]
         arguments += ["--ro-bind", str(launch.home / "input"), str(launch.home / "input")]
