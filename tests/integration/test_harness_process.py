@@ -274,6 +274,18 @@ async def test_a_command_that_does_not_exist_is_a_failed_harness(tmp_path: Path)
     await stage.dispatch()
     await stage.until(stage.ends)
     assert (stage.ends()[0].ending, stage.ends()[0].exit_code) == ("failed", 127)
+    assert "no-such-program" in stage.ends()[0].reason, "its last words are kept"
+
+
+async def test_what_a_crash_left_of_terminated_executions_is_swept(tmp_path: Path) -> None:
+    stage = ExecutorStage(tmp_path, SH, "-c", "sleep 69 & sleep 70")
+    await stage.dispatch()
+    await stage.until(lambda: stage.state.executions[X].phase == "running")
+    pid = stage.state.executions[X].pid
+    stage.state.executions.clear()
+    await stage.executor.sweep(())
+    await stage.until(lambda: not stage.executor.home(X).exists())
+    await stage.until(lambda: not alive(pid))
 
 
 def test_starting_in_a_directory_without_workspace_is_an_error(tmp_path: Path) -> None:

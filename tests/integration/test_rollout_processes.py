@@ -19,6 +19,7 @@ from gyre.contracts.events import (
 )
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
+from rollout_fakes import wait_until
 from rollout_stage import RolloutStage, Witness, free_ports
 
 Start = Callable[..., Awaitable[tuple[RolloutStage, Witness]]]
@@ -149,6 +150,20 @@ async def test_the_only_engine_may_be_killed_and_its_calls_wait_for_it(start: St
     await check_records(witness, ends)
     await check_what_was_heard(stage, witness, ends)
     assert all(e.stall_s > 0 for e in ends.values())
+
+
+async def test_nats_may_be_gone_for_a_while(start: Start, nats_server: Any) -> None:
+    stage, witness = await start(num_calls=6, token_ms=10.0)
+    ids = await witness.dispatch("g00000-000", 3)
+    await until(witness, lambda facts: len(facts) >= 2, CallRecorded)
+    nats_server.kill()
+    homes = stage.root / "state" / "executions"
+    await asyncio.to_thread(wait_until, lambda: not any(homes.iterdir()))
+    nats_server.start()
+    ends = await all_ended(witness, ids)
+    await check_records(witness, ends)
+    await check_what_was_heard(stage, witness, ends)
+    assert all(e.num_harness_errors == 0 for e in ends.values()), "harnesses went on without NATS"
 
 
 async def test_a_cell_goes_to_training_and_comes_back_with_new_weights(start: Start) -> None:

@@ -36,7 +36,8 @@ class Core:
 
 def test_the_story_of_a_burst() -> None:
     core = Core()
-    assert core.core.resume(core.state, 0.0) == [lo.SettleCell(0, 0, True, None), lo.OpenGateway()]
+    assert core.core.resume(core.state, 0.0) == [
+        lo.SettleCell(0, 0, True, None), lo.OpenGateway(0.0, (), False)]
     assert core.tell(V0) == [lo.SettleCell(0, 0, True, V0)]
     core.tell(lo.EngineServing(0, 0, 0, "c0"))
     assert core.tell(assigned(1, "train")) == [lo.SettleCell(0, 1, False)]
@@ -78,7 +79,7 @@ def test_a_restart_settles_every_cell_again() -> None:
     core = Core()
     core.tell(V0)
     state = core.core.restore(core.core.snapshot(core.state))
-    assert core.core.resume(state, 0.0) == [lo.SettleCell(0, 0, True, V0), lo.OpenGateway()]
+    assert core.core.resume(state, 0.0) == [lo.SettleCell(0, 0, True, V0), lo.OpenGateway(0.0, (), False)]
 
 
 class FakeControl:

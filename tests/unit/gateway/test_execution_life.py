@@ -1,5 +1,7 @@
 """Every dispatched execution ends exactly once, in any order of events and over any restart."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gyre.contracts import codec
@@ -146,8 +148,21 @@ def test_stalls_are_given_back_to_the_harness_but_not_to_the_overall_timeout() -
     running = Execution(e.ExecutionSpec("x", 1, 10.0, 20.0), "g", "q", "t", "train", 0, "running", 1.0, 2.0)
     assert due_limit(running, 11.9, 0.0) is None
     assert due_limit(running, 12.0, 0.0) == "harness_timeout"
-    assert due_limit(running, 17.9, 6.0) is None
+    assert due_limit(replace(running, stall_s=4.0), 17.9, 2.0) is None
+    assert due_limit(replace(running, stall_s=4.0), 18.0, 2.0) == "harness_timeout"
     assert due_limit(running, 21.0, 60.0) == "overall_timeout"
+
+
+def test_the_time_this_service_was_away_is_a_stall() -> None:
+    run = Run()
+    run.now = 5.0
+    run.tell(dispatched(IDS[:1]))
+    run.tell(lo.HarnessStarted(IDS[0], 42))
+    run.now = 35.0
+    work = run.crash()
+    assert work[-1] == lo.OpenGateway(30.0, (IDS[0],), may_sweep=True)
+    run.tell(lo.ServiceWasAway(30.0))
+    assert run.state.executions[IDS[0]].stall_s == 30.0
 
 
 ID = st.sampled_from(IDS)

@@ -83,10 +83,10 @@ async def test_a_call_waits_while_nobody_admits_and_the_wait_is_counted() -> Non
     task = asyncio.create_task(router.generate(job(), output := Output(), stall))
     await asyncio.sleep(0)
     clock.advance(30.0)
-    assert stall.total_s(clock.now()) == 30.0
+    assert stall.untaken_s(clock.now()) == 30.0
     router.set_admitting(0, True)
     await task
-    assert stall.total_s(clock.now()) == 30.0
+    assert stall.take(clock.now()) == 30.0
     assert output.finish == "stop"
 
 

@@ -158,6 +158,8 @@ def test_overlapping_stalls_count_once() -> None:
     meter.begin(10.0)
     meter.begin(12.0)
     meter.end(13.0)
-    assert meter.total_s(14.0) == 4.0
+    assert meter.untaken_s(14.0) == 4.0
+    assert meter.take(14.0) == 4.0
     meter.end(15.0)
-    assert meter.total_s(99.0) == 5.0
+    assert meter.untaken_s(99.0) == meter.take(99.0) == 1.0
+    assert meter.untaken_s(99.0) == 0.0

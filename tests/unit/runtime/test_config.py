@@ -69,6 +69,8 @@ def test_a_resolved_configuration_reads_back_as_itself(path):
     ("harness.command=[]", "give the command line"),
     ("harness.timeout_calls={share=2.0}", "share must be in"),
     ("harness.overall_timeout_s=10.0", "must be longer than"),
+    ("harness.environment={API_KEY='sk-123'}", "looks like a secret; write it as ${API_KEY}"),
+    ("sampling.top_p=0.9", "truncated distribution is not built yet"),
     ("no-equals-sign", "write it as section.key=value"),
 ])
 def test_what_is_wrong_is_named_with_what_would_be_right(path, override, says):

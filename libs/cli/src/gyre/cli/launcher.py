@@ -123,17 +123,23 @@ class Launcher:
 
     async def start(self) -> None:
         """Start NATS, create the streams, start every process and wait until all of them serve."""
-        port = self._deployment.nats_url.rpartition(":")[2]
-        command = (nats_binary(), "-a", HOST, "-p", port, "-js", "-sd", str(self._run.path / "nats"),
-                   "-l", str(self._run.logs / "nats.log"))
         self._run.logs.mkdir(exist_ok=True)
-        await self._spawn(ProcessSpec(NATS, command, ""))
+        await self._spawn(ProcessSpec(NATS, (nats_binary(), "-c", str(self._nats_config())), ""))
         bus = await connect_patiently(self._deployment.nats_url)
         await bus.bootstrap()
         await bus.close()
         for spec in process_specs(self._run, self._deployment):
             await self._spawn(spec)
         await self.wait_ready()
+
+    def _nats_config(self) -> Path:
+        """The server's configuration; with durability `power` an acknowledged message survives the machine."""
+        sync = "always" if self._deployment.durability == "power" else "2m"
+        path = self._run.path / "nats.conf"
+        path.write_text(f'listen: "{self._deployment.nats_url.removeprefix("nats://")}"\n'
+                        f'log_file: "{self._run.logs / "nats.log"}"\n'
+                        f'jetstream {{ store_dir: "{self._run.path / "nats"}", sync_interval: "{sync}" }}\n')
+        return path
 
     async def _spawn(self, spec: ProcessSpec, num_restarts: int = 0) -> None:
         environment = os.environ | {"GYRE_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1",

@@ -69,6 +69,12 @@ def interruptible() -> AsyncIterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
+def bar(done: int, total: int, width: int = 24) -> str:
+    """How far something is, e.g. `[############------------] 32/64`."""
+    filled = width * done // max(total, 1)
+    return f"[{'#' * filled}{'-' * (width - filled)}] {done}/{total}"
+
+
 class Watcher:
     """Folds a run's facts, says one line per step and writes one metrics row per step."""
 
@@ -113,7 +119,7 @@ class Watcher:
             done = self._num_evaluated[fact.label] = self._num_evaluated.get(fact.label, 0) + 1
             total = self._config.evaluation.num_tasks
             if done == total or done % 16 == 0:
-                self._say(f"held-out {fact.label}: {done} of {total} tasks")
+                self._say(f"held-out {fact.label} {bar(done, total)} tasks")
         for line in step_lines(self.ledger, self.options.baselines, self._num_lines):
             self._say(line.text(self._config.steps))
             self._append(line)

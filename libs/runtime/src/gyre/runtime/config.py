@@ -4,6 +4,7 @@ Each field's meaning stands beside it. Defaults live here and nowhere else. What
 """
 
 import hashlib
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,10 +255,10 @@ class Deployment:
     evaluators: tuple[Endpoint, ...]
     transfers: tuple[Endpoint, ...]  # the trainer workers' transfer servers
     allow_unsandboxed: bool = False
-    allow_lazy_fsync: bool = False
     durability: Literal["power", "process"] = "power"  # what a commit survives
 
 
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 NOT_BUILT = {
     "cells.tensor_parallel": "tensor parallelism", "cells.context_parallel": "context parallelism",
     "cells.expert_parallel": "expert parallelism", "cells.nodes_per_cell": "several nodes in a cell",
@@ -320,6 +321,10 @@ def check_run(config: RunConfig) -> None:
     calls = config.harness.timeout_calls
     if not (0 <= calls.share <= 1 and 1 <= calls.min <= calls.max):
         raise ConfigError(f"harness.timeout_calls = {calls}: share must be in [0, 1] and 1 <= min <= max")
+    for name, value in config.harness.environment.items():
+        if SECRET_NAME.search(name) and not value.startswith("${"):
+            raise ConfigError(f"harness.environment.{name}: looks like a secret; write it as ${{{name}}} and set it in the "
+                              "environment, so that it is in no file")
     if config.harness.overall_timeout_s <= config.harness.timeout_s:
         raise ConfigError(f"harness.overall_timeout_s = {config.harness.overall_timeout_s}: must be longer than "
                           f"harness.timeout_s = {config.harness.timeout_s}")

@@ -35,6 +35,7 @@ from gyre.rollout.local import (
     OpenGateway,
     PreserveWorkspace,
     ProcessExited,
+    ServiceWasAway,
     StartHarness,
     WorkspacePreserved,
 )
@@ -52,6 +53,7 @@ class State:
     cells: dict[int, Cell] = field(default_factory=dict)
     weights: WeightsPublished | None = None
     num_terminated: int = 0
+    seen_at: float = 0.0  # time of the last event
 
 
 Effects = list[Effect]
@@ -72,12 +74,14 @@ class RolloutCore:
             WorkspacePreserved: self._workspace_preserved, CellRoleAssigned: self._role_assigned,
             CellTrainReleased: self._train_released, WeightsPublished: self._weights_published,
             EngineAsleep: self._engine_asleep, EngineServing: self._engine_serving,
+            ServiceWasAway: self._service_was_away,
         }
 
     def initial(self) -> State:
         return State(cells={cell: Cell(cell) for cell in range(self._num_cells)})
 
     def step(self, state: State, event: Any, now: float) -> tuple[State, Effects]:
+        state.seen_at = max(state.seen_at, now)
         handler = self._handlers.get(type(event))
         return state, handler(state, event, now) if handler else []
 
@@ -95,7 +99,9 @@ class RolloutCore:
             elif execution.phase == "preserving":
                 effects.append(PreserveWorkspace(execution.id))
         effects += self._settle(state, *state.cells)
-        return [*effects, *self._start_waiting(state, now), OpenGateway()]
+        effects += self._start_waiting(state, now)
+        away_s = max(0.0, now - state.seen_at) if state.seen_at else 0.0
+        return [*effects, OpenGateway(away_s, tuple(state.executions), may_sweep=bool(state.groups))]
 
     def snapshot(self, state: State) -> bytes:
         return codec.pack(state)
@@ -149,6 +155,12 @@ class RolloutCore:
             return []
         state.executions[execution.id] = life.called(execution, event.stall_s)
         return [Publish(record)]
+
+    def _service_was_away(self, state: State, event: ServiceWasAway, now: float) -> Effects:
+        for execution in state.executions.values():
+            if execution.phase == "running":
+                state.executions[execution.id] = replace(execution, stall_s=execution.stall_s + event.seconds)
+        return []
 
     def _limit_fired(self, state: State, event: LimitFired, now: float) -> Effects:
         execution = state.executions.get(event.execution)

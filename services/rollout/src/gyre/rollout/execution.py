@@ -91,11 +91,11 @@ def exited(execution: Execution, event: ProcessExited, now: float) -> Execution 
 
 
 def due_limit(execution: Execution, now: float, stall_s: float) -> Limit | None:
-    """The limit that has been reached. `stall_s`: time without an admitting engine, which the harness gets back."""
+    """The limit that has been reached. `stall_s`: stalls not yet in the execution; the harness gets stalls back."""
     if execution.phase not in ("starting", "running"):
         return None
     if now - execution.starting_at >= execution.spec.overall_timeout_s:
         return "overall_timeout"
-    if execution.phase == "running" and now - execution.started_at - stall_s >= execution.spec.timeout_s:
+    if execution.phase == "running" and now - execution.started_at - execution.stall_s - stall_s >= execution.spec.timeout_s:
         return "harness_timeout"
     return None

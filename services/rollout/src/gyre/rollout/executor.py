@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +143,8 @@ class Executor:
         except (GyreError, OSError) as error:
             await self._post(HarnessNotStarted(execution, str(error)))
             return
-        self._watched.add(execution)
         await self._post(HarnessStarted(execution, pid))
+        self._watched.add(execution)
 
     def _is_wanted(self, execution: str) -> bool:
         known = self._executions().get(execution)
@@ -187,21 +187,18 @@ class Executor:
             await self.look()
 
     async def look(self) -> None:
-        """One look at every live harness."""
+        """One look at every live harness and every limit."""
         now = self._clock.now()
         for execution_id in list(self._watched):
-            execution = self._executions().get(execution_id)
-            if execution is None:
-                self._watched.discard(execution_id)
-                continue
             if self._harness.ended(self.home(execution_id)) is not None:
                 self._watched.discard(execution_id)
                 self._spawn(self._kill_and_report(execution_id, self._traces.get(execution_id, {})))
-                continue
-            session = self._sessions.get(execution_id)
-            limit = due_limit(execution, now, session.stall.total_s(now) if session else execution.stall_s)
-            if limit is not None:
-                await self._post(LimitFired(execution_id, limit))
+        for execution in list(self._executions().values()):
+            if execution.takes_calls:
+                session = self._sessions.get(execution.id)
+                limit = due_limit(execution, now, session.stall.untaken_s(now) if session else 0.0)
+                if limit is not None:
+                    await self._post(LimitFired(execution.id, limit))
 
     async def _kill_and_report(self, execution: str, trace: Mapping[str, str]) -> None:
         """End what is left of a harness, TERM then KILL, and report how it ended."""
@@ -227,9 +224,18 @@ class Executor:
             await self._clock.sleep(0.05)
         num_errors = session.num_errors if session else 0
         code, reason = (ended.code, ended.reason) if ended else (None, "the harness never started")
+        if code:
+            reason = await asyncio.to_thread(self._harness.last_words, home)
         await self._post(ProcessExited(execution, code, num_errors, reason))
 
     # ------------------------------------------------------------ after the end
+
+    async def sweep(self, live: Collection[str]) -> None:
+        """Remove what a crash left of executions that have terminated."""
+        known = {*self._sessions.archived(), *(path.name for path in self._settings.root.glob("*") if path.is_dir())}
+        for execution in sorted(known - set(live)):
+            log.info("%s: removing what is left of it", execution)
+            await self.perform(DiscardExecution(execution))
 
     async def _preserve(self, execution: str, trace: Mapping[str, str]) -> None:
         with telemetry.span("preserve workspace", trace, gyre__execution=execution):
@@ -252,5 +258,6 @@ class Executor:
         return self._blobs.put(f"workspaces/{execution}.tar", preserved.data), preserved.reason
 
     async def _discard(self, execution: str) -> None:
+        await asyncio.to_thread(self._harness.kill, self.home(execution), True)
         with contextlib.suppress(FileNotFoundError):
             await asyncio.to_thread(workspaces.remove, self.home(execution))

@@ -28,7 +28,7 @@ class HarnessNotStarted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallFinished:
-    """A call is archived and may be published. `stall_s`: how long it waited while no engine admitted."""
+    """A call is archived and may be published. `stall_s`: time without an engine since the call before it."""
 
     record: CallRecorded
     stall_s: float = 0.0
@@ -81,8 +81,15 @@ class EngineServing:
     checksum: str
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceWasAway:
+    """This service did not run for `seconds`; harnesses waited meanwhile."""
+
+    seconds: float
+
+
 LOCAL_EVENTS: tuple[type, ...] = (HarnessStarted, HarnessNotStarted, CallFinished, LimitFired, ProcessExited,
-                                  WorkspacePreserved, EngineAsleep, EngineServing)
+                                  WorkspacePreserved, EngineAsleep, EngineServing, ServiceWasAway)
 
 # ---------------------------------------------------------------- effects
 
@@ -138,7 +145,15 @@ class SettleCell:
 
 @dataclass(frozen=True, slots=True)
 class OpenGateway:
-    """The sessions of all live executions are open: harnesses may be answered from now on."""
+    """The sessions of all live executions are open: harnesses may be answered from now on.
+
+    `away_s`: how long this service did not run; report `ServiceWasAway`. `may_sweep`: executions that are not `live` have
+    terminated, what is left of them may go.
+    """
+
+    away_s: float
+    live: tuple[str, ...]
+    may_sweep: bool
 
 
 Effect = OpenGateway | StartHarness | KillHarness | PreserveWorkspace | DiscardExecution | SettleCell

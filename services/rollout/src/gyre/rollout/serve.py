@@ -30,7 +30,7 @@ from gyre.rollout.gateway.server import GatewayApp
 from gyre.rollout.gateway.session import Sessions
 from gyre.rollout.harness.process import ProcessHarness
 from gyre.rollout.keeper import Keeper
-from gyre.rollout.local import CallFinished, LimitFired, OpenGateway, SettleCell
+from gyre.rollout.local import CallFinished, LimitFired, OpenGateway, ServiceWasAway, SettleCell
 from gyre.rollout.router import Router, RouterLimits
 from gyre.rollout.rpc import SERVICE, RolloutRpc, View
 from gyre.runtime import rpc, telemetry
@@ -83,12 +83,19 @@ class Rollout:
     async def _fire_call_limit(self, execution: str) -> None:
         await self._post(LimitFired(execution, "calls"))
 
+    async def _open_gateway(self, effect: OpenGateway) -> None:
+        if effect.away_s:
+            await self._post(ServiceWasAway(effect.away_s))
+        if effect.may_sweep:
+            await self.executor.sweep(effect.live)
+        self.resumed.set()
+
     async def perform(self, effect: Any, trace: Mapping[str, str]) -> None:
         """Carry out one effect of the core; long work goes on beside the loop."""
         if isinstance(effect, SettleCell):
             self.keepers[effect.cell].settle(effect, trace)
         elif isinstance(effect, OpenGateway):
-            self.resumed.set()
+            await self._open_gateway(effect)
         else:
             await self.executor.perform(effect, trace)
 

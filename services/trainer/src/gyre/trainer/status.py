@@ -33,6 +33,6 @@ class StatusSource:
         return status_pb2.Status(
             process=self._process.name, service="trainer", run=self._process.run, pid=os.getpid(),
             uptime_s=self._process.uptime_s, cell=self._process.index, role=state.cell.role, epoch=state.cell.epoch,
-            weights_version=self._shell.version, gauges=self._shell.gauges(),
+            weights_version=self._shell.version if self._shell.version >= 0 else None, gauges=self._shell.gauges(),
             detail="holds the devices" if self._lock.held else "off the devices",
         )  # fmt: skip

@@ -18,7 +18,10 @@ from gyre.rollout.gateway.messages import Answer, CallRefused
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchivedCall:
-    """One call with what the harness was told. `request_key` names the request, `transcript_key` request and answer."""
+    """One call with what the harness was told. `request_key` names the request, `transcript_key` request and answer.
+
+    `stall_s`: how long calls waited for an engine since the call before this one was recorded.
+    """
 
     record: CallRecorded
     answer: Answer

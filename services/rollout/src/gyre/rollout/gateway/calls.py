@@ -182,18 +182,16 @@ class Calls:
                 pending.show(text[:safe_length(text)] if uses_tools else text)
 
         output = Output(on_tokens)
-        stalled_s = session.stall.total_s(self._clock.now())
         await self._router.generate(job, output, session.stall)
-        stall_s = session.stall.total_s(self._clock.now()) - stalled_s
         text = detokenizer.finish()
         content, tool_calls = parse_tool_calls(text, pending.answer_id) if uses_tools else (text, ())
         message = Message("assistant", content, tool_calls)
         answer = Answer(pending.answer_id, "", message, _stop_reason(output, message),
                         Usage(len(prompt.ids), len(output.ids), prompt.place.keep_len), pending.created)
         async with session.commit_lock:
-            return await self._keep(ask, answer, prompt, job, output, stall_s)
+            return await self._keep(ask, answer, prompt, job, output)
 
-    async def _keep(self, ask: _Ask, answer: Answer, prompt: Prompt, job: Job, output: Output, stall_s: float) -> Answer:
+    async def _keep(self, ask: _Ask, answer: Answer, prompt: Prompt, job: Job, output: Output) -> Answer:
         """Make the call durable and remember it. One at a time for each session, so that indices have no gaps."""
         session, spec = ask.session, ask.session.spec
         answer = replace(answer, call=call_id(spec.execution, session.num_recorded))
@@ -208,7 +206,8 @@ class Calls:
             behaviour_logprobs=behaviour, spans=output.spans(), finish_reason=output.finish or "stop",
             digest=chain.hexdigest(), model=self.settings.model, role_class=ask.evidence.role_class,
             lineage=ask.evidence.lineage, sampling=job.sampling, cell=output.cell)
-        archived = ArchivedCall(record, answer, ask.key, transcript_key(ask.keys, answer), stall_s)
+        archived = ArchivedCall(record, answer, ask.key, transcript_key(ask.keys, answer),
+                                session.stall.take(self._clock.now()))
         await self._archive.put(archived)
         if not await self._commit(archived):
             raise CallRefused(409, f"execution {spec.execution} has ended", "conflict_error", "execution_ended")

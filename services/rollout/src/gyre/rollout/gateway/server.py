@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from gyre.contracts.ids import ID_PATTERN
 from gyre.rollout.gateway.calls import Calls, Evidence
 from gyre.rollout.gateway.dialects import chat
 from gyre.rollout.gateway.messages import CallRefused
@@ -137,7 +138,9 @@ def _evidence(headers: Headers) -> Evidence:
     role_class = headers.get(b"x-gyre-role-class", b"main").decode("latin-1")
     if role_class not in ROLE_CLASSES:
         raise CallRefused(400, f"X-Gyre-Role-Class: {role_class!r}; use one of {', '.join(ROLE_CLASSES)}")
-    lineage = headers.get(b"x-gyre-lineage", b"main").decode("latin-1")[:64]
+    lineage = headers.get(b"x-gyre-lineage", b"main").decode("latin-1")
+    if not ID_PATTERN.fullmatch(lineage):
+        raise CallRefused(400, f"X-Gyre-Lineage: {lineage[:80]!r}; use 1 to 64 of A-Z a-z 0-9 _ -")
     is_retry = headers.get(b"x-stainless-retry-count", b"0").strip() not in (b"0", b"")
     return Evidence(role_class, lineage, is_retry)  # type: ignore[arg-type]
 

@@ -42,14 +42,17 @@ class SessionSpec:
 
 
 class StallMeter:
-    """How long calls of one execution waited while no engine admitted; overlapping waits count once."""
+    """How long calls of one execution waited while no engine admitted; overlapping waits count once.
 
-    __slots__ = ("_num_waiting", "_since", "_total_s")
+    What was taken is the core's to remember; the meter knows what is not yet.
+    """
+
+    __slots__ = ("_num_waiting", "_since", "_waited_s")
 
     def __init__(self) -> None:
         self._num_waiting = 0
         self._since = 0.0
-        self._total_s = 0.0
+        self._waited_s = 0.0
 
     def begin(self, now: float) -> None:
         if self._num_waiting == 0:
@@ -59,15 +62,17 @@ class StallMeter:
     def end(self, now: float) -> None:
         self._num_waiting -= 1
         if self._num_waiting == 0:
-            self._total_s += max(0.0, now - self._since)
+            self._waited_s += max(0.0, now - self._since)
 
-    def total_s(self, now: float) -> float:
-        """Seconds stalled so far, the current wait included."""
-        return self._total_s + (max(0.0, now - self._since) if self._num_waiting else 0.0)
+    def untaken_s(self, now: float) -> float:
+        """Seconds stalled since the last `take`, the current wait included."""
+        return self._waited_s + (max(0.0, now - self._since) if self._num_waiting else 0.0)
 
-    def add(self, seconds: float) -> None:
-        """Take over what an earlier life of the gateway counted."""
-        self._total_s += seconds
+    def take(self, now: float) -> float:
+        """The seconds stalled since the last `take`; they count from here on as taken."""
+        taken = self.untaken_s(now)
+        self._waited_s, self._since = 0.0, now
+        return taken
 
 
 class PendingCall:
@@ -161,7 +166,6 @@ class Session:
         prompt = np.concatenate((base, record.prompt_delta)).astype(np.int32, copy=False)
         place = self.tree.locate(prompt)
         self.remember(call, prompt, place, self.tree.extended(place, prompt, record.output_ids))
-        self.stall.add(call.stall_s)
 
     def remember(self, call: ArchivedCall, prompt: np.ndarray, place: Place, chain: TokenChain) -> None:
         """Take a recorded call into contexts, answers and tool calls."""
@@ -256,6 +260,10 @@ class Sessions:
         self.close(execution)
         self._live.pop(execution, None)
         self._archive.forget(execution)
+
+    def archived(self) -> list[str]:
+        """Executions of which the archive keeps calls."""
+        return self._archive.executions()
 
     def __len__(self) -> int:
         return len(self._live)

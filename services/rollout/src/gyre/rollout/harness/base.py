@@ -54,6 +54,10 @@ class Harness(Protocol):
         """How it ended; None while it runs."""
         ...
 
+    def last_words(self, home: Path) -> str:
+        """The end of what it wrote to its log."""
+        ...
+
     def kill(self, home: Path, force: bool) -> int:
         """Signal everything it started (TERM, or KILL with `force`); returns how many processes there were."""
         ...

@@ -23,6 +23,7 @@ from gyre.rollout.harness.base import Exit, Launch
 SHIM = Path(__file__).with_name("shim.sh")
 _BLOCK = 512
 _START_TIMEOUT_S = 10.0
+_LAST_WORDS = 1000  # bytes
 INSTRUCTION_VARIABLE = "GYRE_TASK_INSTRUCTION"
 
 
@@ -144,6 +145,15 @@ class ProcessHarness:
         if lock is not None:
             os.close(lock)
         return lock is None
+
+    def last_words(self, home: Path) -> str:
+        """See `Harness.last_words`."""
+        try:
+            with (home / "run" / "harness.log").open("rb") as log:
+                log.seek(-min(_LAST_WORDS, log.seek(0, os.SEEK_END)), os.SEEK_END)
+                return log.read(_LAST_WORDS).decode(errors="replace").strip()
+        except OSError:
+            return ""
 
     def kill(self, home: Path, force: bool) -> int:
         """See `Harness.kill`. The shim itself is spared, so that it can say how the harness ended."""
