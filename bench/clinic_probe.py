@@ -44,6 +44,7 @@ class Plan:
     steps: int
     eval_tasks: int
     in_process: bool
+    blank_summaries: bool = False
     groups: int = 8
     group_size: int = 8
 
@@ -101,7 +102,8 @@ class Trial:
 
     def execute(self, queries: list[tasks.Query], kills: list[int | None]) -> list[Execution]:
         if self.plan.in_process:
-            return inprocess.run(self.generator, self.tokenizer, [query.pattern for query in queries], kills)
+            patterns = [query.pattern for query in queries]
+            return inprocess.run(self.generator, self.tokenizer, patterns, kills, self.plan.blank_summaries)
         jobs = [Job(self._written(query), kill) for query, kill in zip(queries, kills, strict=True)]
         return asyncio.run(Ward(self.generator, self.tokenizer, self.worker).run(jobs))
 
@@ -121,12 +123,16 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--eval-tasks", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--in-process", action="store_true")
+    parser.add_argument("--blank-summaries", action="store_true", help="with --in-process: compact to nothing")
     parser.add_argument("--room", type=Path, default=ROOT / "runs" / "clinic_probe")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.blank_summaries and not options.in_process:
+        parser.error("--blank-summaries: needs --in-process")
+    return options
 
 
 def main() -> None:
@@ -136,7 +142,8 @@ def main() -> None:
     warmstart.build(policy, warmstart.Settings(), log=True)
     outcomes: list[Outcome] = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        plan = Plan(options.room, policy, seed, options.steps, options.eval_tasks, options.in_process)
+        plan = Plan(options.room, policy, seed, options.steps, options.eval_tasks, options.in_process,
+                    options.blank_summaries)
         outcomes.append(Trial(plan, Recipe(learning_rate=options.learning_rate)).run())
         print(f"seed {seed}: {outcomes[-1]}", flush=True)
     before, after, cpu = (

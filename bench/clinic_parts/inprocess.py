@@ -14,8 +14,10 @@ from tasks import INSTRUCTION
 class Patient:
     """One execution in memory; `prompt` is the next call's token ids, `answer` takes the model's output."""
 
-    def __init__(self, tokenizer: ChatTokenizer, pattern: tuple[int, ...], kill_at: int | None) -> None:
-        self.tokenizer, self.kill_at = tokenizer, kill_at
+    def __init__(
+        self, tokenizer: ChatTokenizer, pattern: tuple[int, ...], kill_at: int | None, blank_summaries: bool
+    ) -> None:
+        self.tokenizer, self.kill_at, self.blank_summaries = tokenizer, kill_at, blank_summaries
         self.before, self.state = pattern, list(pattern)
         self.contexts: list[Context] = []
         self.num_calls = self.num_commands = 0
@@ -49,7 +51,7 @@ class Patient:
         closing = [] if output[-1] in self.tokenizer.stop_ids else list(self.tokenizer.stop_ids)
         if self.summarising:
             self.summarising = False
-            self._fresh(text)
+            self._fresh("" if self.blank_summaries else text)
             return
         self.num_commands += 1
         observation = self._obey(text)
@@ -75,11 +77,16 @@ class Patient:
         return f"{name} {states[name]} {next_failing(name, states)}"
 
 
-def run(generator: Generator, tokenizer: ChatTokenizer, patterns: list[tuple[int, ...]], kills: list[int | None]
-        ) -> list[Execution]:
-    """Runs one execution a pattern to its end, all together."""
+def run(
+    generator: Generator,
+    tokenizer: ChatTokenizer,
+    patterns: list[tuple[int, ...]],
+    kills: list[int | None],
+    blank_summaries: bool = False,
+) -> list[Execution]:
+    """Runs one execution a pattern to its end, all together. Blank summaries show what their content is worth."""
     generator.reset()
-    patients = [Patient(tokenizer, pattern, kill) for pattern, kill in zip(patterns, kills, strict=True)]
+    patients = [Patient(tokenizer, pattern, kill, blank_summaries) for pattern, kill in zip(patterns, kills, strict=True)]
     active = dict(enumerate(patients))
     for slot, patient in active.items():
         generator.submit(Request(slot, patient.prompt(), patient.max_tokens))

@@ -54,7 +54,7 @@ def conclude(run: RunDir, config: RunConfig, watcher: Watcher, options: Options,
     control_after = estimate_of(control, "after") if control is not None else None
     context = ReportContext(run_dir=run.path, config=config, baselines=options.baselines, control=control_after,
                             control_rewards=control.evaluation("after").rewards if control is not None else {},
-                            proves=PROVES)
+                            proves=PROVES if control is not None else "")
     write_report(ledger, context, run.report)
     if before is not None and after is not None:
         say(f"held-out, {before.num} tasks without timeouts: {before.text()} -> {after.text()}, "
@@ -63,8 +63,9 @@ def conclude(run: RunDir, config: RunConfig, watcher: Watcher, options: Options,
         say(f"control, learning rate 0: {control_after.text()}")
     for check in ledger.checks():
         say(f"exact: {check.text}" if check.ok else f"NOT EXACT: {check.text}")
-    say(PROVES)
-    say("next: " + "\n      ".join(NEXT))
+    if control is not None:
+        say(PROVES)
+        say("next: " + "\n      ".join(NEXT))
     say(last_line(run, ledger, before, after, control_after))
 
 

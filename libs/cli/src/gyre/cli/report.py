@@ -98,7 +98,7 @@ def _head(ledger: RunLedger, context: ReportContext, before: Evaluation, after: 
     return join((el("p", f"OpenGyre run {context.run_dir.name} · {state}", cls="kicker"), el("h1", context.config.name),
                  el("p", _verdict(before, after), cls="lead"),
                  el("div", *[el("div", el("b", value), el("span", name)) for value, name in figures], cls="facts"),
-                 el("p", context.proves, cls="mut")))
+                 el("p", context.proves, cls="mut") if context.proves else ""))
 
 
 def _verdict(before: Evaluation, after: Evaluation) -> str:
