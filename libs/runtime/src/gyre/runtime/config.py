@@ -39,6 +39,7 @@ class EngineConfig:
     max_waiting: int = 1024  # queued requests; one more is refused
     token_budget: int = 2048  # tokens computed in one iteration
     carry: Literal["recompute", "keep"] = "recompute"
+    min_interval_ms: float = 4.0  # between the starts of two iterations, so that requests gather into a batch
     flush_ms: float = 50.0  # longest time a sampled token waits before it is sent on
     script_token_ms: float = 1.0  # scripted engine: time per token
 

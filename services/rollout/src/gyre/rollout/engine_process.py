@@ -80,7 +80,8 @@ def _torch_engine(config: RunConfig, config_dir: Path) -> Engine:
     kind = config.cells.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return TorchEngine(policy, TorchEngineConfig(scheduler, getattr(torch, config.policy.dtype), torch.device(kind)))
+    pace_s = config.engine.min_interval_ms / 1000
+    return TorchEngine(policy, TorchEngineConfig(scheduler, getattr(torch, config.policy.dtype), torch.device(kind), pace_s))
 
 
 async def _first_of(*events: asyncio.Event) -> None:
