@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from gyre.cli.launcher import end_harnesses
+from gyre.runtime.config import load_deployment
 from lap import Lap, clinic_config, left_running
 
 pytestmark = pytest.mark.slow
@@ -19,3 +21,17 @@ async def test_a_lap_trains_and_its_books_balance(tmp_path):
     assert [row["step"] for row in rows] == [0, 1]
     assert (lap.run.path / "checkpoints").is_dir()
     assert left_running(lap.run) == {}
+
+
+async def test_an_interrupted_run_leaves_no_process_behind_and_goes_on_where_it_was(tmp_path):
+    lap = Lap(tmp_path, clinic_config(tmp_path, "evaluation.at_start=false"))
+    await lap.interrupted(lambda: len(lap.watcher.ledger.calls) > 20)
+    assert left_running(lap.run) == {}
+    assert end_harnesses(load_deployment(lap.run.deployment).gateway_url) == 0
+    assert await lap.to_the_end() == "completed"
+    lap.assert_books_balance()
+    ledger = lap.watcher.ledger
+    assert len(ledger.steps) == 2
+    dropped = [x for x in ledger.executions.values() if x.terminated.fact.ending == "dropped"]
+    assert dropped, "what ran when everything was stopped leaves its step"
+    assert all(x.outcome.kind == "dropped" for x in dropped)

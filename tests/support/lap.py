@@ -60,6 +60,16 @@ class Lap:
                 await disturbing
             return reason
 
+    async def interrupted(self, when: Callable[[], bool], timeout_s: float = 200) -> None:
+        """Run until `when` holds, then stop everything as Ctrl-C does; a fresh watcher is ready to go on."""
+        async with asyncio.timeout(timeout_s), launched(self.run, self.config, self.watcher.options, self.said.append):
+            deployment = load_deployment(self.run.deployment)
+            opening = await start_run(deployment, config_digest(self.config))
+            watching = asyncio.create_task(self.watcher.until_closed(deployment, opening))
+            await self.until(when)
+            watching.cancel()
+        self.watcher = Watcher(self.run, self.config, Options(durability="process"), self.said.append)
+
     def kill(self, name: str) -> None:
         """kill -9 of one process; the launcher starts it again."""
         os.kill(read_pids(self.run)[name], signal.SIGKILL)

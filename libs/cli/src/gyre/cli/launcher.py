@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre.cli.run_dir import RunDir, write_pids
 from gyre.contracts.errors import BusError, ConfigError, GyreError
@@ -193,6 +194,7 @@ class Launcher:
         self._stopping = True
         services = [r.process for name, r in self._running.items() if name != NATS]
         await asyncio.gather(*(_end(p) for p in services))
+        await asyncio.to_thread(end_harnesses, self._deployment.gateway_url)
         if NATS in self._running:
             await _end(self._running[NATS].process)
         self._run.pids.unlink(missing_ok=True)
@@ -200,6 +202,21 @@ class Launcher:
     @property
     def num_restarts(self) -> int:
         return sum(r.num_restarts for r in self._running.values())
+
+
+def end_harnesses(gateway_url: str) -> int:
+    """Kill what was started to speak to this gateway: harnesses outlive a rollout service that is restarted, but not the run.
+
+    Returns how many processes there were.
+    """
+    num = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if "GYRE_EXECUTION" in environment and environment.get("OPENAI_BASE_URL", "").startswith(gateway_url):
+                process.kill()
+                num += 1
+    return num
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -86,8 +86,15 @@ def exited(execution: Execution, event: ProcessExited, now: float) -> Execution 
     execution = replace(execution, exit_code=event.exit_code, num_errors=event.num_errors, ended_at=now,
                         reason=event.reason)
     if execution.phase != "ending":
-        execution = replace(execution, ending="finished" if event.exit_code == 0 else "failed")
+        execution = replace(execution, ending=_own_ending(event.exit_code))
     return replace(execution, phase="preserving")
+
+
+def _own_ending(exit_code: int | None) -> Ending:
+    """How a harness ended that no limit ended. Without any code somebody killed harness and shim: not its own doing."""
+    if exit_code is None:
+        return "dropped"
+    return "finished" if exit_code == 0 else "failed"
 
 
 def due_limit(execution: Execution, now: float, stall_s: float) -> Limit | None:
