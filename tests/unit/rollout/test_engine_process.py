@@ -225,13 +225,11 @@ async def test_bad_requests_and_a_full_queue_have_their_own_codes(harness: Harne
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await harness.generate("a", prompt_ids=b"abc")
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT and "prompt_ids" in error.value.details()
-    streams = [harness.stub.Generate(request(f"r{i}", 400), timeout=20) for i in range(12)]
-    for stream in streams[:8]:
-        await stream.read()
-    refused = harness.stub.Generate(request("late", 4), timeout=20)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await refused.read()
-    assert code_of(error) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    # Eight run and four wait; which of forty those are is the network's affair.
+    streams = [harness.stub.Generate(request(f"r{i}", 400), timeout=60) for i in range(40)]
+    answers = await asyncio.gather(*(stream.read() for stream in streams), return_exceptions=True)
+    refused = {a.code() for a in answers if isinstance(a, grpc.aio.AioRpcError)}
+    assert refused == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     for stream in streams:
         stream.cancel()
 
