@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -298,6 +299,19 @@ def project(package: Path) -> dict:
     return tomllib.loads((package / "pyproject.toml").read_text())["project"]
 
 
+def test_every_process_starts_without_extras_and_test_tools() -> None:
+    optional = names_of(tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"])
+    optional |= {name for package in PACKAGES for name in declared(package)[1]}
+    optional -= {name for package in PACKAGES for name in declared(package)[0]}
+    blocked = {top for top, names in installed().items() if any(n.lower().replace("_", "-") in optional for n in names)}
+    scripts = [t for package in PACKAGES for t in project(package).get("scripts", {}).values()]
+    program = "import sys, importlib\nfor name in sys.argv[1].split(): sys.modules[name] = None\n"
+    program += "for name in sys.argv[2].split(): importlib.import_module(name)"
+    arguments = [" ".join(sorted(blocked)), " ".join(sorted(t.partition(":")[0] for t in scripts))]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def names_of(requirements: Iterable[str]) -> set[str]:
     found = (re.match(r"[A-Za-z0-9._-]+", line) for line in requirements)
     return {match[0].lower().replace("_", "-") for match in found if match}
@@ -336,6 +350,8 @@ def imported(package: Path) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
 def test_a_package_declares_what_it_imports(package: Path) -> None:
     needed, extra = declared(package)
+    lines = project(package)["dependencies"]
+    assert len(lines) == len(names_of(lines)), f"something is declared twice: {lines}"
     missing = imported(package) - needed - extra
     assert not missing, f"imported but not declared: {sorted(missing)}"
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from gyre.contracts.errors import EvaluationError
-from gyre.reward.graders import pytest_runner
 from gyre.reward.graders.base import Checks, Outcomes, Score, Task, TaskBroken, VerifierTimeout, score_of
 from gyre.reward.graders.harbor import require_isolated, verifier_settings
 from gyre.reward.graders.tests import choose_checks
@@ -43,7 +42,7 @@ class PytestGrader:
         timeout_s, environment = verifier_settings(task, self._timeout_s)
         logs = self._logs / str(next(self._serial))
         (logs / "report").mkdir(parents=True)
-        script = Path(pytest_runner.__file__)
+        script = Path(__file__).with_name("pytest_runner.py")  # runs in the box; pytest is an extra of this package
         mounts = (Mount(workspace, "/app", writable=True), Mount(task.tests, "/tests"), Mount(script, "/run_pytest.py"),
                   Mount(logs / "report", "/report", writable=True))
         argv = (sys.executable, "-s", "-P", "/run_pytest.py", str(self._test_wall_s))
