@@ -30,20 +30,19 @@ def control_of(config: RunConfig) -> RunConfig:
 async def run_demo(config: RunConfig, runs: Path, durability: str, command: list[str], say: Say) -> None:
     """Control, run, report, result. Raises GyreError if any part of it fails."""
     options = Options(allow_unsandboxed=False, durability=durability, baselines=baselines(config))
-    say("held-out tasks: " + ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in options.baselines.items()))
+    say("held-out tasks: " + baselines_text(options.baselines))
     control_config = control_of(config)
     control_run = create(runs, control_config, command)
     say(f"control: {control_config.steps} steps at learning rate 0 ({control_run.path})")
-    control = await train(control_run, control_config, replace_baselines(options), say)
+    control = await train(control_run, control_config, options, say)
     run = create(runs, config, command)
     say(f"run: {config.steps} steps ({run.path})")
     watcher = await train(run, config, options, say)
     conclude(run, config, watcher, options, control.ledger, say)
 
 
-def replace_baselines(options: Options) -> Options:
-    """The same options; the control shows the same reference values."""
-    return Options(options.allow_unsandboxed, options.durability, dict(options.baselines))
+def baselines_text(baselines: dict[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in baselines.items())
 
 
 def conclude(run: RunDir, config: RunConfig, watcher: Watcher, options: Options, control: RunLedger | None,
@@ -61,6 +60,8 @@ def conclude(run: RunDir, config: RunConfig, watcher: Watcher, options: Options,
             f"gain {gain_of(ledger).text()}")
     if control_after is not None:
         say(f"control, learning rate 0: {control_after.text()}")
+    if options.baselines:
+        say("beside: " + baselines_text(options.baselines))
     for check in ledger.checks():
         say(f"exact: {check.text}" if check.ok else f"NOT EXACT: {check.text}")
     if control is not None:

@@ -101,7 +101,7 @@ class Evaluator:
         except ContractError as error:
             await self._dead_letter(received, f"{type(error).__name__}: {error}")
             return
-        with telemetry.span("reward.evaluate", envelope.trace, gyre__execution__id=request.execution,
+        with telemetry.span("gyre.reward.evaluate", envelope.trace, gyre__execution__id=request.execution,
                             gyre__evaluator=self._name) as span:
             started = time.perf_counter()
             result = refuse_delivery(request, self._name, received.num_delivered, self._budget)

@@ -100,10 +100,10 @@ class Keeper:
         if self._said == (wanted.epoch, -1) and observed.asleep:
             return
         num_moved = num_replayed = 0
-        with telemetry.span("put engine to sleep", self._trace, gyre__cell=self.cell, gyre__epoch=wanted.epoch):
+        with telemetry.span("gyre.engine.sleep", self._trace, gyre__cell__id=self.cell, gyre__cell__epoch=wanted.epoch):
             if not observed.asleep:
                 await self._engine.set_admission(False)
-                with telemetry.span("drain engine", gyre__calls=self._router.num_live(self.cell)):
+                with telemetry.span("gyre.rollout.drain", gyre__calls=self._router.num_live(self.cell)):
                     num_moved, num_replayed = await self._router.drain(self.cell, self._drain_timeout_s)
             # Also when it sleeps already: the epoch is new, and the lock has to be free under it.
             await self._engine.sleep(wanted.epoch)
@@ -114,7 +114,7 @@ class Keeper:
         if self._said == (wanted.epoch, weights.version) and observed == Observed(weights.version, False, True):
             self._router.set_admitting(self.cell, True)
             return
-        with telemetry.span("bring engine to service", self._trace, gyre__cell=self.cell, gyre__epoch=wanted.epoch,
+        with telemetry.span("gyre.engine.wake", self._trace, gyre__cell__id=self.cell, gyre__cell__epoch=wanted.epoch,
                             gyre__version=weights.version):
             await self._bring_to_service(wanted, weights, observed)
 

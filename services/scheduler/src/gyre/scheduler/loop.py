@@ -134,6 +134,7 @@ class Scheduler:
         if not isinstance(fact, e.CellRoleAssigned):
             return {}
         old = self.state.cells[fact.cell].role
+        self._end_span(fact.cell, fact.epoch - 1, "superseded")
         root = telemetry.tracer().start_span("gyre.cell.transition", attributes={
             "gyre.transition.id": fact.transition, "gyre.cell.id": fact.cell, "gyre.cell.epoch": fact.epoch,
             "gyre.role.from": old, "gyre.role.to": fact.role, "gyre.weights.version": fact.version,
@@ -145,7 +146,10 @@ class Scheduler:
 
     def _close_span(self, fact: e.Fact) -> None:
         if isinstance(fact, e.CellTrainJoined | e.CellRolloutReady):
-            root = self._spans.pop(f"cell-{fact.cell}-epoch-{fact.epoch}", None)
-            if root is not None:
-                root.set_attribute("gyre.outcome", "completed")
-                root.end()
+            self._end_span(fact.cell, fact.epoch, "completed")
+
+    def _end_span(self, cell: int, epoch: int, outcome: str) -> None:
+        root = self._spans.pop(f"cell-{cell}-epoch-{epoch}", None)
+        if root is not None:
+            root.set_attribute("gyre.outcome", outcome)
+            root.end()

@@ -128,7 +128,7 @@ class Coordinator:
             if not cell.should_hold or cell.epoch != epoch:
                 return
             await self._clock.sleep(DEVICE_POLL_S)
-        with span("trainer.join", self._transition, gyre__cell__id=0, gyre__cell__epoch=epoch):
+        with span("gyre.train.join", self._transition, gyre__cell__id=0, gyre__cell__epoch=epoch):
             await asyncio.to_thread(self._backend.wake)
             if cell.joined < epoch:
                 position = self._ledger.state.position
@@ -140,7 +140,7 @@ class Coordinator:
         if table is not None:
             await self._ledger.submit(AttemptFailed(table.step, table.attempt))
         state = self._ledger.state
-        with span("trainer.release", self._transition, gyre__cell__id=0, gyre__cell__epoch=state.cell.epoch):
+        with span("gyre.train.release", self._transition, gyre__cell__id=0, gyre__cell__epoch=state.cell.epoch):
             await asyncio.to_thread(self._backend.sleep)
             self._lock.give_back()  # the epoch is the engine's to take
             await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
@@ -150,7 +150,7 @@ class Coordinator:
     async def _train_step(self) -> None:
         """Work on the open step until it is trained or the devices have to be given back."""
         table = await self._open_table()
-        with span("trainer.step", gyre__step=table.step, gyre__attempt=table.attempt):
+        with span("gyre.train.step", gyre__step=table.step, gyre__attempt=table.attempt):
             await self._work_on(table)
 
     async def _work_on(self, table: ClaimTable) -> None:

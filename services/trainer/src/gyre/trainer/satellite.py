@@ -134,7 +134,7 @@ class Satellite:
             self.version = answer.ticket.version
         self._backend.zero_gradients()
         if self._ledger.state.cell.joined < epoch:
-            with span("trainer.join", self._transition, gyre__cell__id=self._config.cell, gyre__cell__epoch=epoch):
+            with span("gyre.train.join", self._transition, gyre__cell__id=self._config.cell, gyre__cell__epoch=epoch):
                 await self._ledger.submit(DevicesTaken(epoch, answer.step, self.version))
         await self._work(epoch, _Membership(worker, answer.step, answer.attempt, set()))
 
