@@ -23,6 +23,7 @@ from gyre.transfer import (
     Transfer,
     TransferConfig,
     TransferError,
+    host_identity,
 )
 from gyre.transfer.shared_memory import copy_out
 from gyre.transfer.tcp import TcpServer
@@ -255,3 +256,8 @@ def test_equal_contents_have_equal_digests(tmp_path: Path) -> None:
         assert owner.describe("a").digest() == owner.describe("b").digest()
         owner.register("c", {**arrays(), "ids": np.array([5, -7, 12])})
         assert owner.describe("c").digest() != owner.describe("a").digest()
+
+
+def test_a_machine_without_a_boot_id_file_has_a_name_too(tmp_path: Path) -> None:
+    missing = tmp_path / "boot_id"
+    assert host_identity(missing) == host_identity(missing) != ""

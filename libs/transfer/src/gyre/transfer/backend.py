@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -42,9 +45,19 @@ def readers_for(names: tuple[str, ...], host: str) -> tuple[Reader, ...]:
     return tuple(known[name] for name in names)
 
 
-def host_identity() -> str:
+def host_identity(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
     """A name equal for two processes exactly when they run on the same booted machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    if boot_id.exists():
+        return boot_id.read_text(encoding="ascii").strip()
+    return _macos_boot() or platform.node()
+
+
+def _macos_boot() -> str:
+    """macOS's name of this boot; empty on other systems."""
+    if sys.platform != "darwin":
+        return ""
+    command = ["sysctl", "-n", "kern.bootsessionuuid"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
 
 
 def check_destination(info: BufferInfo, array: np.ndarray) -> None:
