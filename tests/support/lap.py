@@ -57,7 +57,8 @@ class Lap:
             disturbing = asyncio.create_task(chaos(self)) if chaos else None
             reason = await self.watcher.until_closed(deployment, opening)
             if disturbing is not None:
-                await disturbing
+                assert disturbing.done(), "the run ended before everything was disturbed"
+                disturbing.result()
             return reason
 
     async def interrupted(self, when: Callable[[], bool], timeout_s: float = 200) -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -55,9 +56,19 @@ def read_streams() -> list[tuple[Stream, list[type]]]:
     return [(stream, [r for r in records if r is not EvaluationRequested]) for stream, records in by_stream.values()]
 
 
+async def _say_why_it_ended(reading: Coroutine[Any, Any, None], queue: asyncio.Queue[Any]) -> None:
+    """A stream that is no longer read would leave its follower waiting for ever."""
+    try:
+        await reading
+    except Exception as error:  # passed on to whoever follows
+        await queue.put(error)
+    else:
+        await queue.put(GyreError("nats: connection closed"))
+
+
 async def follow(bus: Bus, run: str, blobs: BlobStore, calls: bool = True) -> AsyncIterator[tuple[Envelope, Fact]]:
     """Every fact of a run from its beginning, as it is said, for ever; ordered inside each stream."""
-    queue: asyncio.Queue[tuple[Envelope, Fact]] = asyncio.Queue(4096)
+    queue: asyncio.Queue[tuple[Envelope, Fact] | BaseException] = asyncio.Queue(4096)
 
     async def read(stream: Stream, records: list[type]) -> None:
         async for batch in bus.follow(stream, [filter_of(run, r) for r in records]):
@@ -70,10 +81,13 @@ async def follow(bus: Bus, run: str, blobs: BlobStore, calls: bool = True) -> As
                     log.warning("ignored %s %d: %s", received.subject, received.sequence, error)
 
     wanted = [(s, r) for s, r in read_streams() if calls or s is not CALL]
-    readers = [asyncio.create_task(read(stream, records)) for stream, records in wanted]
+    readers = [asyncio.create_task(_say_why_it_ended(read(stream, records), queue)) for stream, records in wanted]
     try:
         while True:
-            yield await queue.get()
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
     finally:
         for reader in readers:
             reader.cancel()

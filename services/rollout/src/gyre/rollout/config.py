@@ -45,7 +45,9 @@ def sandbox_settings(config: RunConfig, deployment: Deployment, config_dir: Path
     local = (deployment.state_dir, deployment.cells_dir, deployment.log_dir, deployment.checkpoint_dir,
              deployment.blobs)
     hidden = [Path(place) for place in local if "://" not in place] + [(config_dir / config.tasks.root).resolve()]
-    visible = {config_dir.resolve(), Path(sys.prefix), Path(sys.base_prefix)}
+    # What the command names lies anywhere, also below the temporary directory, which the sandbox replaces by an empty one.
+    named = {Path(part).parent for part in config.harness.command if part.startswith("/") and Path(part).exists()}
+    visible = {config_dir.resolve(), Path(sys.prefix), Path(sys.base_prefix), *named}
     return SandboxSettings(bwrap, tuple(sorted(visible)), tuple(p for p in hidden if p.is_dir()))
 
 
