@@ -174,7 +174,9 @@ class Satellite:
             raise GyreError(f"offer for step {member.step} attempt {member.attempt} was refused")
 
     async def _give_devices_back(self) -> None:
-        await asyncio.to_thread(self._backend.sleep)
-        self._lock.give_back()
-        if self._ledger.state.cell.owes_release:
-            await self._ledger.submit(DevicesReleased(self._ledger.state.cell.epoch, self.version))
+        epoch = self._ledger.state.cell.epoch
+        with span("gyre.train.release", self._transition, gyre__cell__id=self._config.cell, gyre__cell__epoch=epoch):
+            await asyncio.to_thread(self._backend.sleep)
+            self._lock.give_back()
+            if self._ledger.state.cell.owes_release:
+                await self._ledger.submit(DevicesReleased(self._ledger.state.cell.epoch, self.version))
