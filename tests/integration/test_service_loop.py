@@ -169,6 +169,24 @@ async def test_an_outage_of_the_server_loses_and_doubles_nothing(start, nats_ser
     await running.stop()
 
 
+async def test_a_message_that_did_not_arrive_is_read_again_although_none_follows_it(start):
+    running = await start()
+    await say(start, 0)
+    await running.until(lambda: len(running.service.state.seen) == 1)
+    thief = await start.admin.js.pull_subscribe_bind(durable=f"{RUN}-tester", stream=EXEC.name)
+    number, taken = 1, 0
+    while not taken:  # both have a request open: sooner or later a message goes to the wrong one
+        taking = asyncio.create_task(thief.fetch(1, timeout=0.5))
+        await asyncio.sleep(0.05)
+        await say(start, number)
+        number += 1
+        with contextlib.suppress(TimeoutError):
+            taken += len(await taking)
+    await running.until(lambda: len(running.service.state.seen) == number)
+    assert running.service.state.seen == [f"x{n:04d}" for n in range(number)]
+    await running.stop()
+
+
 async def test_a_fact_said_again_after_a_restart_is_stored_once(start):
     running = await start()
     await running.service.submit(Noted(7))

@@ -7,6 +7,7 @@ server restarted sleeps its whole timeout; a connection that the client closes f
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 
 PUBLISH_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 3.0
+PULL_EXPIRES_S = 2.0  # how long the server keeps a pull request open
+NUM_QUIET = 2  # requests without a message before the consumer is looked at
+QUIET_STATUS = ("404", "408")
 ACK_WAIT_S = 30.0
 DUPLICATE_WINDOW_S = 3600.0
 WRONG_LAST_SEQUENCE = (10071, 10164)
@@ -211,8 +215,7 @@ class Bus:
         while not self.closed.is_set():
             try:
                 await self._ensure_consumer(stream.name, config)
-                subscription = await self.js.pull_subscribe_bind(durable=durable, stream=stream.name)
-                async for messages in self._fetches(subscription, batch):
+                async for messages in self._pull(stream.name, durable, batch):
                     yield messages
             except (*TRANSIENT, nats.errors.Error) as error:
                 log.warning("nats: consumer %s on %s: %r, rebuilding", durable, stream.name, error)
@@ -241,8 +244,7 @@ class Bus:
             try:
                 await self._forget(stream.name, durable)
                 await self.js.add_consumer(stream.name, config)
-                subscription = await self.js.pull_subscribe_bind(durable=durable, stream=stream.name)
-                async for messages in self._without_gaps(subscription):
+                async for messages in self._without_gaps(stream.name, durable):
                     fresh = [m for m in messages if m.sequence >= position]
                     position = max(position, messages[-1].sequence + 1)
                     if fresh:
@@ -251,36 +253,60 @@ class Bus:
                 log.warning("nats: consumer %s on %s from %d: %r, rebuilding", durable, stream.name, position, error)
                 await self._clock.sleep(0.2)
 
-    async def _without_gaps(self, subscription: JetStreamContext.PullSubscription) -> AsyncIterator[list[Received]]:
+    async def _without_gaps(self, stream: str, consumer: str) -> AsyncIterator[list[Received]]:
+        """Batches whose deliveries are numbered 1, 2, 3, ... Raises _Gap when one is missing, also when none follows it."""
         expected = 1
-        async for messages in self._fetches(subscription, 256):
+        async for messages in self._pull(stream, consumer, 256, idle=True):
             for index, received in enumerate(messages):
                 if received.delivery != expected:
                     if index:
                         yield messages[:index]
                     raise _Gap(f"delivery {received.delivery} instead of {expected}")
                 expected += 1
-            yield messages
+            if messages:
+                yield messages
+                continue
+            delivered = (await self.js.consumer_info(stream, consumer)).delivered
+            if delivered is not None and delivered.consumer_seq >= expected:
+                raise _Gap(f"delivery {expected} of {delivered.consumer_seq} did not arrive")
 
     async def _forget(self, stream: str, durable: str) -> None:
         with contextlib.suppress(NotFoundError):
             await self.js.delete_consumer(stream, durable)
 
-    async def _fetches(self, subscription: JetStreamContext.PullSubscription,
-                       batch: int) -> AsyncIterator[list[Received]]:
-        num_empty = 0
-        while not self.closed.is_set():
-            try:
-                messages = await subscription.fetch(batch, timeout=FETCH_TIMEOUT_S)
-                num_empty = 0
-            except TimeoutError:
-                messages = []
-                num_empty += 1
-            if messages:
-                yield [_received(m) for m in messages]
-            elif num_empty >= 3:
-                await subscription.consumer_info()  # raises if the consumer is gone, which a fetch does not
-                num_empty = 0
+    async def _pull(self, stream: str, consumer: str, batch: int, idle: bool = False) -> AsyncIterator[list[Received]]:
+        """What a pull consumer has, as soon as it has it; with `idle` also an empty list after some quiet seconds.
+
+        One request is open at a time and asked again when it ends. (The client's own `fetch` holds what it has until the
+        batch is full or its time is up, and can lose a message that arrives just then.)
+        """
+        arrived: asyncio.Queue[Msg] = asyncio.Queue()  # bounded by `batch`: the server sends no more than was asked for
+        inbox = self.client.new_inbox()
+        subscription = await self.client.subscribe(inbox, cb=arrived.put)
+        request = json.dumps({"batch": batch, "expires": int(PULL_EXPIRES_S * 1e9)}).encode()
+        num_quiet = 0
+        try:
+            while not self.closed.is_set():
+                await self.client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", request, inbox)
+                left = batch
+                while left > 0:
+                    messages, status = await _drain(arrived)
+                    left -= len(messages)
+                    num_quiet = 0 if messages else num_quiet + 1
+                    if messages:
+                        yield messages
+                    if status:
+                        break
+                if num_quiet and status not in QUIET_STATUS:
+                    await self._clock.sleep(0.2)
+                if num_quiet >= NUM_QUIET:
+                    await self.js.consumer_info(stream, consumer)  # raises if the consumer is gone
+                    num_quiet = 0
+                    if idle and arrived.empty():
+                        yield []
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
 
     # ------------------------------------------------------------ follow
 
@@ -292,8 +318,7 @@ class Bus:
                                     opt_start_seq=max(position, 1), filter_subjects=filters, inactive_threshold=30.0)
             try:
                 info = await self.js.add_consumer(stream.name, config)
-                subscription = await self.js.pull_subscribe_bind(consumer=info.name, stream=stream.name)
-                async for messages in self._without_gaps(subscription):
+                async for messages in self._without_gaps(stream.name, info.name):
                     fresh = [m for m in messages if m.sequence >= position]
                     position = max(position, messages[-1].sequence + 1)
                     if fresh:
@@ -314,6 +339,24 @@ class Bus:
             messages = await subscription.fetch(min(512, num_pending - len(received)), timeout=FETCH_TIMEOUT_S)
             received.extend(_received(m) for m in messages)
         return received
+
+
+async def _drain(arrived: "asyncio.Queue[Msg]") -> tuple[list[Received], str]:
+    """Wait for the first message, then take all that came with it; and the status that ended the request, if it ended."""
+    messages: list[Received] = []
+    try:
+        async with asyncio.timeout(PULL_EXPIRES_S + 1.0):
+            message = await arrived.get()
+    except TimeoutError:
+        return [], "lost"  # the server was restarted and does not know the request any more
+    while True:
+        status = (message.headers or {}).get("Status", "")
+        if status:
+            return messages, status
+        messages.append(_received(message))
+        if arrived.empty():
+            return messages, ""
+        message = arrived.get_nowait()
 
 
 def _received(message: Msg) -> Received:
