@@ -1,8 +1,8 @@
 """NATS JetStream behind a small surface: bootstrap and verify streams, publish, consume, follow.
 
 Rules that come from how the server and its client behave: every publish carries `Nats-Msg-Id` and is retried until it
-is acknowledged (a timeout means unknown, not failed); fetches are short, because a fetch that was waiting when the
-server restarted sleeps its whole timeout; a connection that the client closes for good ends the process.
+is acknowledged (a timeout means unknown, not failed); pull requests are short, because one that was
+open when the server restarted is forgotten; a connection that the client closes for good ends the process.
 """
 
 import asyncio
