@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -84,24 +85,36 @@ def test_an_unknown_type_and_an_unknown_version_are_told_apart_from_a_broken_bod
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"logprobs": np.zeros(3, np.float32)}, "2 output ids but 3 logprobs"),
     ({"output_ids": np.array([4, 2], np.int64)}, "expected a vector of int32, got int64"),
+    ({"logprobs": np.zeros((1, 2), np.float32)}, "expected a vector of float32, got float32 of shape"),
+])
+def test_a_call_record_of_other_arrays_cannot_be_made(change, says):
+    fields = {name: getattr(samples.CALL, name) for name in samples.CALL.__dataclass_fields__} | change
+    with pytest.raises(BrokenBody, match=says):
+        e.CallRecorded(**fields)
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"logprobs": np.zeros(3, np.float32)}, "2 output ids but 3 logprobs"),
+    ({"behaviour_logprobs": np.zeros(1, np.float32)}, "and 1 behaviour logprobs"),
     ({"keep_len": 4}, "is not prompt_len"),
     ({"spans": (e.VersionSpan(0, 1, 3),)}, "do not cover 2 output tokens"),
     ({"spans": (e.VersionSpan(0, 2, 3), e.VersionSpan(1, 2, 3))}, "do not cover"),
     ({"spans": ()}, "do not cover"),
 ])
-def test_a_call_record_that_contradicts_itself_cannot_be_made(change, says):
-    fields = {name: getattr(samples.CALL, name) for name in samples.CALL.__dataclass_fields__} | change
-    with pytest.raises(BrokenBody, match=says):
-        e.CallRecorded(**fields)
+def test_the_fault_of_a_call_record_that_contradicts_itself_is_named(change, says):
+    """It can still be read: whoever refuses it has to know whose execution it spoils."""
+    record = codec.decode(codec.encode(replace(samples.CALL, **change), **COMMON))[1]
+    assert record.execution == samples.CALL.execution
+    assert says in e.call_fault(record)
+    assert e.call_fault(samples.CALL) == ""
 
 
 def test_an_empty_output_needs_no_spans():
     fields = {name: getattr(samples.CALL, name) for name in samples.CALL.__dataclass_fields__}
     empty = {"output_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32),
              "behaviour_logprobs": np.zeros(0, np.float32), "spans": ()}
-    assert len(e.CallRecorded(**fields | empty).output_ids) == 0
+    assert e.call_fault(e.CallRecorded(**fields | empty)) == ""
 
 
 def test_a_message_stays_under_512_kib_with_its_headers():

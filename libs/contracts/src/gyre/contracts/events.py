@@ -17,6 +17,7 @@ Ending = Literal["finished", "failed", "timed_out", "dropped"]
 OutcomeKind = Literal["scored", "placeholder", "unscorable", "dropped"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 RoleClass = Literal["main", "main-summary", "sub-agent", "sub-agent-summary"]
+Signal = Literal["compared", "no_votes", "one_vote", "zero_variance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ class ExecutionTerminated:
     exit_code: int | None = None
     num_harness_errors: int = 0
     stall_s: float = 0.0
+    undelivered: tuple[str, ...] = ()  # recorded calls whose answer never reached the harness
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,24 @@ class Sampling:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CallEvidence:
+    """Whose call it may be: what the request says of itself, and what its text shows. Never used for routing.
+
+    tags     what the harness says: headers and metadata of known harnesses, by lower-case name
+    replays  the latest earlier call whose answer stands among the messages as the assistant's
+    quotes   earlier calls whose whole answer stands in a message of somebody else, oldest first
+    task_of  the call with an unanswered tool call of which the first user text is an argument
+
+    The last three are looked for only where a context begins that continues no earlier one token by token.
+    """
+
+    tags: dict[str, str] = field(default_factory=dict)
+    replays: str | None = None
+    quotes: tuple[str, ...] = ()
+    task_of: str | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CallRecorded:
     """One model call as a delta against the call it continues.
@@ -185,9 +205,13 @@ class CallRecorded:
     The prompt is `sequence(base_call)[:keep_len] + prompt_delta`, where `sequence` is prompt plus output.
     `digest` is `gyre.contracts.digest.token_digest` of prompt + output. `logprobs` are those of the untempered
     policy (T=1), `behaviour_logprobs` those of the distribution that was really sampled; both [len(output_ids)].
+    `role_class` and `lineage` are what the harness said (`main` if it said nothing); `routed_experts` is room for a
+    mixture-of-experts policy: int16 [prompt_len + len(output_ids), layers, experts per token] in the blob store.
+
+    Whether the parts fit together is for `call_fault` to say, so that a record that does not fit can be refused by name.
 
     Raises:
-        BrokenBody: an array has the wrong dtype, or the lengths or spans do not fit together.
+        BrokenBody: an array has the wrong dtype or shape.
     """
 
     execution: str
@@ -210,21 +234,26 @@ class CallRecorded:
     sampling: Sampling = field(default_factory=Sampling)
     cell: int = 0
     routed_experts: BlobRef | None = None
+    evidence: CallEvidence = field(default_factory=CallEvidence)
 
     def __post_init__(self) -> None:
         for name, dtype in _CALL_ARRAYS.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
                 raise BrokenBody(f"call.recorded.{name}: expected a vector of {dtype}, got {_kind(array)}")
-        num = len(self.output_ids)
-        if len(self.logprobs) != num or len(self.behaviour_logprobs) != num:
-            raise BrokenBody(f"call.recorded: {num} output ids but {len(self.logprobs)} logprobs "
-                             f"and {len(self.behaviour_logprobs)} behaviour logprobs")
-        if self.keep_len + len(self.prompt_delta) != self.prompt_len:
-            raise BrokenBody(f"call.recorded: keep_len {self.keep_len} + delta {len(self.prompt_delta)} "
-                             f"is not prompt_len {self.prompt_len}")
-        if [i for s in self.spans for i in (s.start, s.end)] != _span_edges(self.spans, num):
-            raise BrokenBody(f"call.recorded.spans: {self.spans} do not cover {num} output tokens exactly")
+
+
+def call_fault(record: CallRecorded) -> str:
+    """What does not fit together in a record, or "". Nobody may publish, and nobody takes, a record with a fault."""
+    num = len(record.output_ids)
+    if len(record.logprobs) != num or len(record.behaviour_logprobs) != num:
+        return (f"{num} output ids but {len(record.logprobs)} logprobs and {len(record.behaviour_logprobs)} "
+                "behaviour logprobs")
+    if record.keep_len + len(record.prompt_delta) != record.prompt_len:
+        return f"keep_len {record.keep_len} + delta {len(record.prompt_delta)} is not prompt_len {record.prompt_len}"
+    if [i for s in record.spans for i in (s.start, s.end)] != _span_edges(record.spans, num):
+        return f"spans {record.spans} do not cover {num} output tokens exactly"
+    return ""
 
 
 _CALL_ARRAYS = {"prompt_delta": np.dtype(np.int32), "output_ids": np.dtype(np.int32),
@@ -295,8 +324,21 @@ class ExecutionUnscorable:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleCounts:
+    """What one role class had in an execution: calls, sampled tokens, admitted paths, targets those paths own."""
+
+    num_calls: int = 0
+    num_sampled: int = 0
+    num_paths: int = 0
+    num_trained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one execution of a group. `drops` counts targets that are not trained, by reason."""
+    """What became of one execution of a group. `drops` counts targets that are not trained, by reason.
+
+    `roles` has the role classes that occurred; `num_unknown_roots`: contexts nothing is known of, taken as `main`.
+    """
 
     execution: str
     kind: OutcomeKind
@@ -311,11 +353,16 @@ class Outcome:
     num_flat_tokens: int = 0
     num_sampled_tokens: int = 0
     reason: str = ""
+    roles: dict[RoleClass, RoleCounts] = field(default_factory=dict)
+    num_unknown_roots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MicroStepRef:
-    """One immutable micro-step in the blob store. `cost` = a*tokens + b*visible pairs."""
+    """One immutable micro-step in the blob store. `cost` = a*tokens + b*visible pairs.
+
+    `oversize`: a single path that is longer than the budget; whoever claims it has to bound its own memory.
+    """
 
     micro_step: str
     digest: str
@@ -324,13 +371,15 @@ class MicroStepRef:
     num_targets: int
     num_executions: int
     blob: BlobRef
+    oversize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCompleted:
     """Every execution of the group is accounted for. Published exactly once per group, also with nothing to train.
 
-    `num_scored` is m_g: the executions of kind `scored`.
+    `num_scored` is m_g: the executions of kind `scored`. `signal` says whether rewards can be compared: with fewer
+    than two votes, or with equal ones, every advantage is 0.
     """
 
     group: str
@@ -344,6 +393,7 @@ class GroupCompleted:
     reward_std: float
     micro_steps: tuple[MicroStepRef, ...]
     label: str = ""
+    signal: Signal = "compared"
 
 
 # ---------------------------------------------------------------- trainer
