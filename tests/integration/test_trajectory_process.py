@@ -181,8 +181,8 @@ async def test_trees_and_groups_can_be_looked_at(world: World) -> None:
     for execution, kind in ((f"{open_group}-x00", "open"), (f"{full_group}-x01", "")):
         answer = await stub.InspectTree(service_pb2.InspectTreeRequest(execution=execution))
         tree = json.loads(answer.json)
-        assert len(tree["ids"]) == tree["outcome"]["num_unique_tokens"] == 11
-        assert tree["outcome"]["reason"].startswith(kind)
+        assert len(tree["ids"]) == tree["header"]["outcome"]["num_unique_tokens"] == 11
+        assert tree["header"]["outcome"]["reason"].startswith(kind)
     for execution, code in (("nobody", grpc.StatusCode.NOT_FOUND), ("no/body", grpc.StatusCode.INVALID_ARGUMENT)):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.InspectTree(service_pb2.InspectTreeRequest(execution=execution))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gyre.contracts import codec
-from gyre.contracts.events import ExecutionUnscorable, GroupCompleted, Outcome
+from gyre.contracts.events import ExecutionUnscorable, GroupCompleted, Outcome, RoleCounts
 from gyre.contracts.microstep import micro_step_from_bytes
 from gyre.runtime.effects import Publish, Tick, WriteBlob
 from gyre.trajectory.config import TrajectoryConfig
@@ -64,7 +64,7 @@ def test_a_group_completes_when_its_last_execution_is_scored(script: Any, story:
     assert [o.kind for o in fact.outcomes] == ["scored"] * 3
     assert [o.advantage for o in fact.outcomes] == pytest.approx([1.154699, -0.577349, -0.577349], abs=1e-6)
     assert fact.outcomes[0] == Outcome("g00000-000-x00", "scored", "finished", 1.0, fact.outcomes[0].advantage, 2, 4, 4,
-                                       {}, 8, 13, 4, "")
+                                       {}, 8, 13, 4, "", {"main": RoleCounts(2, 4, 1, 4)})
     assert (state.groups, list(state.completed)) == ({}, ["g00000-000"])
 
 
@@ -83,7 +83,7 @@ def test_blobs_come_before_the_fact_that_names_them(script: Any, story: Any, set
     assert sum(ref.num_targets for ref in fact.micro_steps) == 12
     for script_ in one.scripts:
         file = tree_from_bytes(blobs[tree_path(script_.execution)])
-        assert file.outcome in fact.outcomes
+        assert file.header.outcome in fact.outcomes
 
 
 def test_any_interleaving_with_duplicates_says_the_same_once(script: Any, story: Any, settings: Settings) -> None:

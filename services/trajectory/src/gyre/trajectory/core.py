@@ -22,7 +22,7 @@ from gyre.runtime.effects import Effect, Publish, Tick
 from gyre.trajectory.completion import complete
 from gyre.trajectory.config import TrajectoryConfig
 from gyre.trajectory.group import Verdict
-from gyre.trajectory.roles import RecordedRoles, RoleClassifier
+from gyre.trajectory.roles import RoleClassifier, classifier
 from gyre.trajectory.state import ExecutionState, GroupState, State, load, save
 
 Event = GroupDispatched | CallRecorded | ExecutionTerminated | ExecutionScored | ExecutionUnscorable | Tick
@@ -35,7 +35,7 @@ class TrajectoryCore:
 
     def __init__(self, config: TrajectoryConfig, roles: RoleClassifier | None = None) -> None:
         self._config = config
-        self._roles = roles or RecordedRoles()
+        self._roles = roles or classifier(config.harness)
 
     def initial(self) -> State:
         return State()

@@ -12,12 +12,12 @@ from gyre.proto.common.v1 import status_pb2
 from gyre.proto.trajectory.v1 import service_pb2, service_pb2_grpc
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.process import Process
+from gyre.trajectory.completion import eligibility
 from gyre.trajectory.config import TrajectoryConfig
-from gyre.trajectory.inspection import TreeFile, tree_file, tree_from_bytes, tree_path
-from gyre.trajectory.roles import RecordedRoles
+from gyre.trajectory.inspection import Header, TreeFile, tree_file, tree_from_bytes, tree_path
+from gyre.trajectory.reading import read_execution
+from gyre.trajectory.roles import classifier
 from gyre.trajectory.state import ExecutionState, GroupState, State
-from gyre.trajectory.targets import find_targets
-from gyre.trajectory.tree import build_tree
 
 SERVICE_NAME = service_pb2.DESCRIPTOR.services_by_name["TrajectoryService"].full_name
 
@@ -68,21 +68,21 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
         """Raises FileNotFoundError, BrokenBody."""
         for group in self._state().groups.values():
             if group.dispatched is not None and execution in group.executions:
-                return live_tree(execution, group, self._config.policy)
+                return live_tree(execution, group, self._config)
         return tree_from_bytes(self._blobs.read(tree_path(execution)))
 
 
-def live_tree(execution: str, group: GroupState, policy: str) -> TreeFile:
+def live_tree(execution: str, group: GroupState, config: TrajectoryConfig) -> TreeFile:
     """The tree of an execution whose group is still open: nothing is admitted yet."""
     if group.dispatched is None:
         raise FileNotFoundError(execution)
     state = group.executions[execution]
-    tree = build_tree(state.log.ordered())
-    targets = find_targets(tree, policy)
-    outcome = Outcome(execution, "unscorable", state.terminated.ending if state.terminated else "finished", 0.0, 0.0,
-                      len(state.log), len(targets), 0, {}, tree.num_tokens, tree.num_flat_tokens, targets.num_drawn,
-                      f"open: {_waits_for(state) or 'settled'}")
-    return tree_file(outcome, group.dispatched, tree, targets, None, RecordedRoles().classify(tree.calls))
+    reading = read_execution(state.log.ordered(), eligibility(state, config), classifier(config.harness))
+    bare = Outcome(execution, "unscorable", state.terminated.ending if state.terminated else "finished", 0.0, 0.0,
+                   len(state.log), 0, 0, reason=f"open: {_waits_for(state) or 'settled'}")
+    dispatched = group.dispatched
+    header = Header(dispatched.query, dispatched.group, dispatched.purpose, config.policy, reading.fill(bare, None, "open"))
+    return tree_file(header, reading.tree, reading.targets, None, reading.roles)
 
 
 def describe(group: GroupState) -> str:
