@@ -165,6 +165,27 @@ async def test_groups_are_said_once_across_kills_and_facts_said_twice(world: Wor
             assert step.executions == tuple(o.execution for o in fact.outcomes)
 
 
+async def test_a_process_that_lost_its_disk_is_rebuilt_from_the_streams(world: World) -> None:
+    """What was said before is not said again; what was open goes on."""
+    done, open_group = "g00000-000", "g00000-001"
+    world.start()
+    await world.say(facts_of(done))
+    await world.say(facts_of(open_group)[:-1])
+    first = await world.completed(1)
+    world.end(signal.SIGKILL)
+    lost = list((world.directory / "state").rglob("*.sqlite*"))
+    assert lost
+    for path in lost:
+        path.unlink()
+    world.start()
+    await world.say(facts_of(open_group)[-1:])
+    facts = await world.completed(2)
+    assert [f.group for f in facts] == [done, open_group]
+    assert codec.pack(facts[0]) == codec.pack(first[0])
+    assert world.end(signal.SIGTERM) == 0
+    assert len(await world.completed(2)) == 2
+
+
 async def test_trees_and_groups_can_be_looked_at(world: World) -> None:
     world.start()
     open_group, full_group = "g00000-000", "g00000-001"

@@ -59,7 +59,7 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
         executions = [e for group in state.groups.values() for e in group.executions.values()]
         gauges = {"open_groups": len(state.groups), "completed_groups": len(state.completed),
                   "open_executions": len(executions), "records_held": sum(len(e.log) for e in executions),
-                  "outbox_depth": self._outbox_depth(), **{f"not_taken.{k}": v for k, v in state.counts.items()}}
+                  "outbox_depth": self._outbox_depth(), **state.counts}
         return status_pb2.Status(process=process.name, service=process.service, run=process.run, pid=os.getpid(),
                                  uptime_s=process.uptime_s, gauges={k: float(v) for k, v in gauges.items()},
                                  detail=f"{len(state.groups)} groups open, {len(state.completed)} completed")
