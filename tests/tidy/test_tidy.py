@@ -42,7 +42,7 @@ PURE: dict[str, tuple[str, ...]] = {
     "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "step")),
     "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
         "admission", "completion", "config", "group", "inspection", "packing", "reading", "record", "roles", "said",
-        "state", "targets", "tree")),
+        "state", "targets", "tree", "workload")),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "subprocess"),
