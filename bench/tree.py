@@ -141,9 +141,31 @@ def neighbour_prefixes(written: list[np.ndarray]) -> int:
     return total
 
 
+def show_memory_and_restart(records: Sequence[CallRecorded], unique: int, repeats: int) -> float:
+    """Returns the peak, bytes per unique token."""
+    restore, num_bytes = restart(records)
+    restart_s, _ = cpu_s(restore, repeats)
+    print(f"restart while it is open: {restart_s:.4f} s for {num_bytes:,} bytes")
+    peak = peak_bytes(records) / unique
+    print(f"peak memory from records to admission: {peak:.2f} bytes per unique token, {peak / 4:.2f} times the tokens")
+    return peak
+
+
+def show_baselines(records: Sequence[CallRecorded], build_s: float, unique: int, with_dict: bool) -> None:
+    written = sequences(records)
+    lcp_s, num = cpu_s(lambda: neighbour_prefixes(written), 2)
+    print(f"full prompts against their neighbour: {lcp_s:.3f} s, {lcp_s / build_s:.1f} times the build, without digests "
+          f"({num:,} tokens, {num / unique:.2f} times the unique)")
+    if with_dict:
+        dict_s, num = cpu_s(lambda: dict_trie(iter(written)), 1)
+        print(f"dict per token: {dict_s:.2f} s, {dict_s / build_s:.0f} times the build ({num:,} nodes)")
+
+
 def show_growth(repeats: int) -> None:
-    """Time and memory per unit of size; a line that grows says that something is not linear."""
-    print(f"{'calls':>6} {'unique':>10} {'flat':>13} {'build ms':>9} {'all ms':>8} {'us/(call + 1000 unique)':>24} {'bytes/unique':>13}")
+    """Time and memory per unit of size; a column that grows says that something is not linear."""
+    columns = (("calls", 6), ("unique", 10), ("flat", 13), ("build ms", 9), ("all ms", 8), ("us/(call + 1000 unique)", 24),
+               ("bytes/unique", 13))
+    print(" ".join(f"{name:>{width}}" for name, width in columns))
     for num_calls in GROWTH:
         turns = num_calls * 270 // 312
         shape = replace(SHAPE, turns=turns, retries=num_calls * 22 // 312, sub_agents=max(1, num_calls * 5 // 312))
@@ -151,9 +173,9 @@ def show_growth(repeats: int) -> None:
         records, expected = make(shape).records, counts(shape)
         build_s, _ = cpu_s(lambda records=records: built(records), repeats)
         all_s, _ = cpu_s(lambda records=records: everything(records), repeats)
-        size = expected.num_calls + expected.unique / 1000
-        print(f"{expected.num_calls:>6} {expected.unique:>10,} {expected.flat:>13,} {1000 * build_s:>9.1f} {1000 * all_s:>8.1f} "
-              f"{1e6 * all_s / size:>24.1f} {peak_bytes(records) / expected.unique:>13.2f}")
+        per_size = 1e6 * all_s / (expected.num_calls + expected.unique / 1000)
+        print(f"{expected.num_calls:>6} {expected.unique:>10,} {expected.flat:>13,} {1000 * build_s:>9.1f} "
+              f"{1000 * all_s:>8.1f} {per_size:>24.1f} {peak_bytes(records) / expected.unique:>13.2f}")
 
 
 def main() -> None:
@@ -164,35 +186,24 @@ def main() -> None:
     options = arguments.parse_args()
     records, expected = make(SHAPE).records, counts(SHAPE)
     build_s, tree = cpu_s(lambda: built(records), options.repeats)
-    roles_s, _ = cpu_s(lambda: classifier("any").classify(tree.calls), options.repeats)
+    roles_s, roles = cpu_s(lambda: classifier("any").classify(tree.calls), options.repeats)
     targets_s, targets = cpu_s(lambda: find_targets(tree, Eligibility()), options.repeats)
-    reading = read_execution(tree.calls, Eligibility(), classifier("any"))
-    admit_s, member = cpu_s(lambda: admitted(reading), options.repeats)
+    admit_s, member = cpu_s(lambda: admitted(Reading(tree, roles, targets)), options.repeats)
     pack_s, steps = cpu_s(lambda: packed(member), options.repeats)
     unique, flat = tree.num_tokens, tree.num_flat_tokens
     assert (unique, flat, len(records), targets.num_drawn) == (
         expected.unique, expected.flat, expected.num_calls, expected.drawn), "the tree is not the one that was made"
     print(f"execution: {len(records)} calls, longest prompt {max(r.prompt_len for r in records):,}, "
           f"{flat:,} flat, {unique:,} unique ({flat / unique:.0f}x), {tree.num_segments} segments")
-    print(f"records to tree, digests verified: {build_s:.4f} s   roles: {roles_s:.4f} s   targets: {targets_s:.4f} s ({len(targets):,})"
-          f"   admission: {admit_s:.4f} s ({member.admission.num_owned:,} owned)   packing: {pack_s:.4f} s "
-          f"({sum(map(len, steps)):,} bytes)   together: {build_s + roles_s + targets_s + admit_s + pack_s:.4f} s")
-    restore, num_bytes = restart(records)
-    restart_s, _ = cpu_s(restore, options.repeats)
-    print(f"restart while it is open: {restart_s:.4f} s for {num_bytes:,} bytes")
-    per_token = peak_bytes(records) / unique
-    print(f"peak memory from records to admission: {per_token:.2f} bytes per unique token ({per_token / 4:.2f} times the tokens)")
-    written = sequences(records)
-    lcp_s, num = cpu_s(lambda: neighbour_prefixes(written), 2)
-    print(f"full prompts against their neighbour: {lcp_s:.3f} s, {lcp_s / build_s:.1f} times the build "
-          f"({num:,} tokens, {num / unique:.2f} times the unique)")
-    if not options.no_dict:
-        dict_s, num = cpu_s(lambda: dict_trie(iter(written)), 1)
-        print(f"dict per token: {dict_s:.2f} s, {dict_s / build_s:.0f} times the build ({num:,} nodes)")
-    del written
+    print(f"records to tree, digests verified: {build_s:.4f} s   roles: {roles_s:.4f} s   targets: {targets_s:.4f} s "
+          f"({len(targets):,})   admission: {admit_s:.4f} s ({member.admission.num_owned:,} owned)   "
+          f"packing: {pack_s:.4f} s ({sum(map(len, steps)):,} bytes)   "
+          f"together: {build_s + roles_s + targets_s + admit_s + pack_s:.4f} s")
+    peak = show_memory_and_restart(records, unique, options.repeats)
+    show_baselines(records, build_s, unique, not options.no_dict)
     if not options.no_growth:
         show_growth(options.repeats)
-    print(f"tree build_s={build_s:.4f} admit_s={roles_s + targets_s + admit_s:.4f} bytes_per_unique={per_token:.2f} "
+    print(f"tree build_s={build_s:.4f} admit_s={roles_s + targets_s + admit_s:.4f} bytes_per_unique={peak:.2f} "
           f"unique={unique} flat={flat}")
 
 

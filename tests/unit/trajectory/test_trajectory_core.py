@@ -284,9 +284,9 @@ def test_what_the_harness_never_got_is_not_trained_unless_asked_for(script: Any,
     one = story(scripts(script, 2), [1.0, 0.0])
     one.ends = [one.end(s, undelivered=(s.records[1].call,)) for s in one.scripts]
     outcome = told(settings, one).outcomes[0]
-    assert (outcome.num_targets, outcome.num_trained_targets, outcome.drops) == (2, 2, {"unseen": 2})
+    assert (outcome.num_targets, outcome.num_trained_targets, outcome.not_targets) == (2, 2, {"unseen": 2})
     outcome = told(settings, one, train_unseen=True).outcomes[0]
-    assert (outcome.num_targets, outcome.num_trained_targets, outcome.drops) == (4, 4, {})
+    assert (outcome.num_targets, outcome.num_trained_targets, outcome.not_targets) == (4, 4, {})
 
 
 def test_a_path_longer_than_the_budget_is_passed_on_whole_and_marked(script: Any, story: Any, settings: Settings) -> None:
