@@ -198,7 +198,9 @@ async def test_trees_and_groups_can_be_looked_at(world: World) -> None:
     group = await stub.InspectGroup(service_pb2.InspectGroupRequest(group=open_group))
     assert (group.completed, group.num_executions, group.num_settled) == (False, 2, 1)
     assert group.detail == "g00000-000-x01 waits for its score"
-    assert (await stub.InspectGroup(service_pb2.InspectGroupRequest(group=full_group))).completed
+    group = await stub.InspectGroup(service_pb2.InspectGroupRequest(group=full_group))
+    assert (group.completed, group.num_executions, group.num_settled) == (True, 2, 2)
+    assert group.detail == "2 scored; reward mean 0.5, std 0.7071, compared; 1 micro-steps, 12 targets"
     for execution, kind in ((f"{open_group}-x00", "open"), (f"{full_group}-x01", "")):
         answer = await stub.InspectTree(service_pb2.InspectTreeRequest(execution=execution))
         tree = json.loads(answer.json)

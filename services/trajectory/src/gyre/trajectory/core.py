@@ -20,11 +20,11 @@ from gyre.contracts.events import (
     GroupDispatched,
 )
 from gyre.runtime.effects import Effect, Kept, Publish, Tick
-from gyre.trajectory.completion import complete
+from gyre.trajectory.completion import complete, summary
 from gyre.trajectory.config import TrajectoryConfig
 from gyre.trajectory.group import Verdict
 from gyre.trajectory.roles import RoleClassifier, classifier
-from gyre.trajectory.state import ExecutionState, GroupState, State, load, recall, save, take_kept
+from gyre.trajectory.state import ExecutionState, Finished, GroupState, State, load, recall, save, take_kept
 
 Event = GroupDispatched | CallRecorded | ExecutionTerminated | ExecutionScored | ExecutionUnscorable | Tick
 
@@ -131,7 +131,7 @@ class TrajectoryCore:
             return []
         fact, blobs = complete(name, group, self._config, self._roles)
         del state.groups[name]
-        state.completed[name] = None
+        state.completed[name] = Finished(len(fact.outcomes), summary(fact))
         state.left.append(name)
         self._count(state, fact)
         while len(state.completed) > self._config.num_remembered_groups:

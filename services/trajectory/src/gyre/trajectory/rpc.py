@@ -45,8 +45,11 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
     async def InspectGroup(self, request: service_pb2.InspectGroupRequest,
                            context: grpc.aio.ServicerContext) -> service_pb2.InspectGroupResponse:
         state = self._state()
-        if request.group in state.completed:
-            return service_pb2.InspectGroupResponse(group=request.group, completed=True)
+        finished = state.completed.get(request.group)
+        if finished is not None:
+            return service_pb2.InspectGroupResponse(group=request.group, completed=True, detail=finished.detail,
+                                                    num_executions=finished.num_executions,
+                                                    num_settled=finished.num_executions)
         group = state.groups.get(request.group)
         if group is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"group {request.group!r}: not known here")

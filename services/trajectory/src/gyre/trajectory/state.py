@@ -74,12 +74,20 @@ class GroupState:
         return self.dispatched is not None and all(execution.settle() for _, execution in self.members())
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What is remembered of a completed group."""
+
+    num_executions: int
+    detail: str
+
+
 @dataclass(slots=True)
 class State:
-    """Open groups, completed ones by name (oldest first), and counts of what was not taken, by reason."""
+    """Open groups, what came of completed ones (oldest first), and counts for operators."""
 
     groups: dict[str, GroupState] = field(default_factory=dict)
-    completed: dict[str, None] = field(default_factory=dict)
+    completed: dict[str, Finished] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)  # groups that completed since the last snapshot
 
@@ -107,7 +115,7 @@ class _SavedGroup:
 @dataclass(frozen=True, slots=True)
 class _SavedState:
     groups: tuple[_SavedGroup, ...]
-    completed: tuple[str, ...]
+    completed: dict[str, Finished]
     counts: dict[str, int]
 
 
@@ -116,7 +124,7 @@ def save(state: State) -> bytes:
     groups = tuple(
         _SavedGroup(name, group.dispatched, tuple(_saved(e, execution) for e, execution in group.executions.items()))
         for name, group in state.groups.items())
-    return codec.pack(_SavedState(groups, tuple(state.completed), state.counts))
+    return codec.pack(_SavedState(groups, state.completed, state.counts))
 
 
 def _saved(name: str, execution: ExecutionState) -> _SavedExecution:
@@ -150,7 +158,7 @@ def load(data: bytes) -> State:
     """The inverse of `save`. Raises BrokenBody."""
     saved = codec.unpack(data, _SavedState)
     groups = {g.group: GroupState(g.dispatched, {e.execution: _loaded(e) for e in g.executions}) for g in saved.groups}
-    return State(groups, dict.fromkeys(saved.completed), dict(saved.counts))
+    return State(groups, dict(saved.completed), dict(saved.counts))
 
 
 def _loaded(saved: _SavedExecution) -> ExecutionState:
