@@ -19,10 +19,12 @@ from gyre.contracts.errors import ContractError
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.attention import Attention
 from gyre.policy.decoder import Decoder
+from torch.utils.checkpoint import checkpoint
 
 #: A call per run costs about as much as this many extra (query, key) pairs in a dense call (measured, one CPU thread).
 PAIRS_PER_CALL = 8_000
 MAX_DENSE_PAIRS = 64_000_000
+LOGITS_CHUNK = 2048
 
 
 class BrokenTree(ContractError):
@@ -168,10 +170,32 @@ def score_targets(
     hidden_TE = decoder(ids_T, positions_T, attention)
     target_K = torch.from_numpy(micro_step.target.astype(np.int64)).to(device)
     scorer_K = torch.from_numpy(micro_step.parent[micro_step.target].astype(np.int64)).to(device)
-    logits_KV = decoder.logits(hidden_TE.index_select(0, scorer_K))
-    logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32)) / temperature
-    logprobs_KV = F.log_softmax(logits_KV, dim=-1)
-    logprob_K = logprobs_KV.gather(1, ids_T[target_K].unsqueeze(1)).squeeze(1)
+    return TargetScores(*score_rows(decoder, hidden_TE.index_select(0, scorer_K), ids_T[target_K], temperature))
+
+
+def score_rows(
+    decoder: Decoder, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logprob_N of `ids_N` under each hidden state, with gradient, and entropy_N without.
+
+    Logits exist for LOGITS_CHUNK rows at a time, in at least float32; backward makes them again.
+    """
+    if len(ids_N) <= LOGITS_CHUNK:
+        return _score_chunk(decoder, hidden_NE, ids_N, temperature)
+    parts = [
+        checkpoint(_score_chunk, decoder, hidden, ids, temperature, use_reentrant=False)
+        for hidden, ids in zip(hidden_NE.split(LOGITS_CHUNK), ids_N.split(LOGITS_CHUNK), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _score_chunk(
+    decoder: Decoder, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_NV = decoder.logits(hidden_NE)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
+    logprobs_NV = F.log_softmax(logits_NV, dim=-1)
     with torch.no_grad():
-        entropy_K = -(logprobs_KV.exp() * logprobs_KV).sum(-1)
-    return TargetScores(logprob_K, entropy_K)
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    return logprobs_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1), entropy_N
