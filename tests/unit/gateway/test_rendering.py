@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from gyre.contracts.digest import token_digest
-from gyre.rollout.gateway.calls import Evidence
+from gyre.rollout.gateway.evidence import Evidence
 from gyre.rollout.gateway.messages import Answer, ChatRequest, Message, ToolCall
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gyre.rollout.gateway.calls import CallSettings, Evidence
+from gyre.rollout.gateway.calls import CallSettings
+from gyre.rollout.gateway.evidence import Evidence
 from gyre.rollout.gateway.messages import CallRefused, ChatRequest, Message
 from gyre.rollout.gateway.session import StallMeter
 from rollout_fakes import make_bench

@@ -45,10 +45,14 @@ class _Line:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One recorded call; its sequence is prompt + output, `length` ids. `children` continue all of it."""
+    """One recorded call; its sequence is prompt + output, `length` ids. `children` continue all of it.
+
+    `context`: length of the prompt that opened the context to which the call belongs.
+    """
 
     call: str
     length: int
+    context: int
     chain: TokenChain
     line: _Line
     children: list["Node"] = field(default_factory=list)
@@ -65,6 +69,14 @@ class Place:
     base: Node | None
     keep_len: int
     inside: Node | None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the prompt goes on with an earlier context: it holds all of the prompt that opened that one.
+
+        So it does where a harness took old observations or thoughts out, or asks once more.
+        """
+        return self.base is not None and self.keep_len >= self.base.context
 
 
 class TokenTree:
@@ -112,6 +124,7 @@ class TokenTree:
             line.append(delta)
         else:
             line = _Line(np.concatenate((prompt, output)))
-        node = Node(call, len(prompt) + len(output), chain, line)
+        context = place.base.context if place.base and place.continues else len(prompt)
+        node = Node(call, len(prompt) + len(output), context, chain, line)
         (inside.children if inside else self._roots).append(node)
         return node

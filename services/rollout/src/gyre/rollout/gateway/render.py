@@ -99,7 +99,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 def _arguments(text: str) -> dict[str, Any] | str:
     try:
-        value = json.loads(text)
+        value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
