@@ -7,6 +7,7 @@ renders nothing by it.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import ID_PATTERN
@@ -17,12 +18,12 @@ MAX_TAGS = 16
 ROLE_CLASSES = ("main", "main-summary", "sub-agent", "sub-agent-summary")
 
 # Headers that are kept as they are, by who sends them. The first four are ours and are checked.
-GYRE_HEADERS = ("x-gyre-role-class", "x-gyre-lineage", "x-gyre-parent", "x-gyre-trainable")
+GYRE_HEADERS = (b"x-gyre-role-class", b"x-gyre-lineage", b"x-gyre-parent", b"x-gyre-trainable")
 HARNESS_HEADERS = (
-    "x-claude-code-agent-id", "x-claude-code-session-id",  # Claude Code: the agent of a sub-agent, the root's session
-    "x-openai-subagent", "x-codex-parent-thread-id", "x-codex-turn-metadata", "thread-id", "session-id",  # Codex
-    "x-session-id",  # terminus-2
-    "x-litellm-session-id",  # OpenHands
+    b"x-claude-code-agent-id", b"x-claude-code-session-id",  # Claude Code: the agent of a sub-agent, the root's session
+    b"x-openai-subagent", b"x-codex-parent-thread-id", b"x-codex-turn-metadata", b"thread-id", b"session-id",  # Codex
+    b"x-session-id",  # terminus-2
+    b"x-litellm-session-id",  # OpenHands
 )
 
 # Stage -> how the message that asks for it begins. Such a message ends its request.
@@ -64,12 +65,16 @@ def read_evidence(headers: Mapping[bytes, bytes], request: ChatRequest) -> Evide
 
 def _found(headers: Mapping[bytes, bytes], request: ChatRequest) -> Iterator[tuple[str, str]]:
     """Every tag there is, the most telling first."""
-    for name in GYRE_HEADERS:
-        yield name, _text(headers.get(name.encode(), b""))
+    yield from _kept(headers, GYRE_HEADERS)
     yield from _phrases(request.messages)
-    for name in HARNESS_HEADERS:
-        yield name, _text(headers.get(name.encode(), b""))
+    yield from _kept(headers, HARNESS_HEADERS)
     yield from request.tags.items()
+
+
+def _kept(headers: Mapping[bytes, bytes], names: tuple[bytes, ...]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        if name in headers:
+            yield name.decode(), _text(headers[name])
 
 
 def _text(value: bytes) -> str:
@@ -95,7 +100,8 @@ def _ours(headers: Mapping[bytes, bytes]) -> tuple[RoleClass, str]:
 
 def _phrases(messages: tuple[Message, ...]) -> Iterator[tuple[str, str]]:
     """What the texts themselves give away: a sub-agent's billing line, a compaction's prompt."""
-    if any(m.role == "system" and BILLING in m.content and _SUB_AGENT_LINE.search(m.content) for m in messages):
+    opening_texts = (m.content for m in takewhile(lambda m: m.role == "system", messages))
+    if any(BILLING in text and _SUB_AGENT_LINE.search(text) for text in opening_texts):
         yield "cc_is_subagent", "true"
     # The request of a compaction is the last message, or the system text under which that is read.
     asking = [m.content[:256].lstrip() for m, role in ((messages[-1], "user"), (messages[0], "system")) if m.role == role]

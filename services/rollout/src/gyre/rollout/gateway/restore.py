@@ -13,11 +13,12 @@ _Form = tuple[str, str]  # name and canonical arguments
 class SampledToolCalls:
     """The tool calls that one execution sampled, by id and by what they say."""
 
-    __slots__ = ("_by_form", "_by_id")
+    __slots__ = ("_by_form", "_by_id", "_spelled")
 
     def __init__(self) -> None:
         self._by_id: dict[str, ToolCall] = {}
         self._by_form: dict[_Form, ToolCall | None] = {}  # None: said more than once
+        self._spelled: dict[str, ToolCall] = {}  # by id, how the harness writes it; read once and not every turn
 
     def add(self, calls: Iterable[ToolCall]) -> None:
         """Take the tool calls of an answer."""
@@ -62,9 +63,11 @@ class SampledToolCalls:
         original = self._by_id.get(call.id)
         if original is None:
             return renamed.get(call.id, call)
-        if call == original:
-            return original
-        return original if _form(call) == _form(original) else call
+        if call != original and call != self._spelled.get(call.id):
+            if _form(call) != _form(original):
+                return call
+            self._spelled[call.id] = call
+        return original
 
 
 def _form(call: ToolCall) -> _Form:
