@@ -1,14 +1,15 @@
 """The tree file that trajectory writes is the tree that the report reads."""
 
 import numpy as np
+from executions import POLICY, RecordedRoles
 from gyre.cli.treefile import read_tree, runs, turns
 from gyre.contracts import events as e
 from gyre.contracts.digest import token_digest
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.trajectory.admission import admit
-from gyre.trajectory.inspection import tree_file, tree_path
+from gyre.trajectory.inspection import Header, tree_file, tree_path
 from gyre.trajectory.record import CallLog
-from gyre.trajectory.roles import ROLE_ORDERS, RecordedRoles, leaf_roles
+from gyre.trajectory.roles import ROLE_ORDERS, leaf_roles
 from gyre.trajectory.targets import find_targets
 from gyre.trajectory.tree import build_tree
 
@@ -32,11 +33,11 @@ def test_the_report_reads_what_trajectory_wrote(tmp_path):
     assert log.refusal is None
     roles = RecordedRoles()
     tree = build_tree(log.ordered())
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     admission = admit(tree, targets, leaf_roles(tree, roles.classify(tree.calls)), ROLE_ORDERS["paper"], 1, ("r", "x"))
     outcome = e.Outcome(EXECUTION, "scored", "finished", 1.0, 0.5, 3, len(targets), admission.num_owned)
-    dispatched = e.GroupDispatched("g00000-000", 0, "q", "train/q", "train", 3, ())
-    written = tree_file(outcome, dispatched, tree, targets, admission, roles.classify(tree.calls))
+    header = Header("q", "g00000-000", "train", "policy", outcome)
+    written = tree_file(header, tree, targets, admission, roles.classify(tree.calls))
     blobs = DirectoryBlobs(tmp_path)
     blobs.put(tree_path(EXECUTION), written.to_bytes())
 

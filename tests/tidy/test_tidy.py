@@ -42,8 +42,8 @@ PURE: dict[str, tuple[str, ...]] = {
     ),
     "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "step")),
     "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
-        "admission", "completion", "config", "group", "inspection", "packing", "record", "roles", "state", "targets",
-        "tree")),
+        "admission", "completion", "config", "group", "inspection", "packing", "reading", "record", "roles", "said",
+        "state", "targets", "tree", "workload")),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "subprocess"),
