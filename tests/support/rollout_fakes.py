@@ -44,7 +44,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>")
 MERGES = (("e", "r"), ("u", "s"), ("us", "er"), ("l", "l"), ("o", "k"), ("Ċ", "Ċ"))
 
 
-def chatml_tokenizer() -> ChatTokenizer:
+def chatml_tokenizer(template: str = TEMPLATE) -> ChatTokenizer:
     """Bytes plus a few merges, so that tokenising a text in two halves differs from tokenising it whole."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = [*alphabet, *(a + b for a, b in MERGES)]
@@ -52,7 +52,7 @@ def chatml_tokenizer() -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    return ChatTokenizer(tokenizer, TEMPLATE, {"eos_token": SPECIAL[1]})
+    return ChatTokenizer(tokenizer, template, {"eos_token": SPECIAL[1]})
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:

@@ -8,7 +8,7 @@ from gyre.contracts.events import CallEvidence
 from gyre.rollout.gateway import provenance
 from gyre.rollout.gateway.messages import Answer, Message, ToolCall
 from gyre.rollout.gateway.provenance import Provenance
-from rollout_fakes import Bench, ask, make_bench, sequences
+from rollout_fakes import TEMPLATE, Bench, ask, chatml_tokenizer, make_bench, sequences
 
 AGENT = ({"type": "function", "function": {"name": "Agent", "parameters": {"type": "object"}}},)
 SYSTEM = Message("system", "You repair programs.")
@@ -65,6 +65,25 @@ async def test_asking_once_more_and_dropping_thoughts_begin_no_context(tmp_path:
     await ask(bench, [SYSTEM, TASK])
     await ask(bench, [SYSTEM, TASK, assistant(SUMMARY), user(f"You said: {SUMMARY}")])
     assert evidence(bench) == [NOTHING] * 3
+
+
+THINKING_TEMPLATE = TEMPLATE.replace('{{ "<|im_start|>assistant\\n" }}', '{{ "<|im_start|>assistant\\n<think>\\n" }}')
+
+
+async def test_a_template_that_opens_a_thought_leaves_the_context_the_same(tmp_path: Path) -> None:
+    # The opened thought is not in the history: the next prompt lacks the last ids of the first one.
+    bench = make_bench(tmp_path, f"hm</think>{SUMMARY}", "hm</think>done",
+                       tokenizer=chatml_tokenizer(THINKING_TEMPLATE))
+    await ask(bench, [SYSTEM, TASK])
+    await ask(bench, [SYSTEM, TASK, assistant(SUMMARY), user(f"You said: {SUMMARY}")])
+    first, second = (c.record for c in bench.records)
+    assert bench.tokenizer.decode(sequences(bench)[first.call][:first.prompt_len].tolist()).endswith("assistant\n<think>\n")
+    assert second.keep_len == first.prompt_len - len("<think>\n")
+    bench.archive.close()
+    again = make_bench(tmp_path, "on", tokenizer=bench.tokenizer)
+    await ask(again, [SYSTEM, TASK, assistant("cut"), user(SUMMARY)])
+    await ask(again, [SYSTEM, TASK, user(SUMMARY)])
+    assert [e.quotes for e in (*evidence(bench), *evidence(again))] == [(), (), (), (name(0),)]
 
 
 async def test_a_context_that_begins_with_a_summary_quotes_the_call_that_wrote_it(tmp_path: Path) -> None:
@@ -191,6 +210,7 @@ LONG = "x" * 63 + "y"
     (LONG, user(f"It said {LONG}, and so on."), True), (f" {LONG}\n", user(LONG), True), (LONG[1:], user(f"a {LONG}"), False),
     ("12345678", user("before\n12345678\nafter"), True), ("12345678", user("12345678"), True),
     ("12345678", user("before 12345678"), False), ("1234567", user("1234567"), False),
+    (f"hm\n</think>\n{LONG}", user(f"So far: {LONG}."), True), ("</think>", user("anything"), False),
     ("two\nlines", user("a\ntwo\nlines\nb"), True), (LONG, Message("system", LONG), True),
     (LONG, assistant(LONG), False), (LONG, Message("tool", LONG, tool_call_id="1"), False), ("", user(""), False)])
 def test_a_whole_answer_is_quoted_anywhere_and_a_short_one_on_lines_of_its_own(answer: str, message: Message,
@@ -212,6 +232,8 @@ def test_a_replay_is_known_whatever_its_ids_and_however_its_json_is_written() ->
                     assistant("")):
         assert memory.look([message]).replays is None
     assert heard("").look([assistant("")]).replays is None
+    assert heard("a thought</think>\n\nok").look([assistant("ok")]).replays == "0"
+    assert heard("a thought</think>").look([assistant("")]).replays is None
 
 
 def test_no_more_is_searched_than_the_bounds_say() -> None:

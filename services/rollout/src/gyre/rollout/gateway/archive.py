@@ -21,7 +21,8 @@ class ArchivedCall:
     """One call with what the harness was told. `request_key` names the request, `transcript_key` request and answer.
 
     `stall_s`: how long calls waited for an engine since the call before this one was recorded; `delivered`: calls whose
-    answers reached the harness since then; `answered`: tool calls whose results were seen since then.
+    answers reached the harness since then; `answered`: tool calls whose results were seen since then; `num_opening`: as
+    the renderer says.
     """
 
     record: CallRecorded
@@ -31,6 +32,7 @@ class ArchivedCall:
     stall_s: float = 0.0
     delivered: tuple[str, ...] = ()
     answered: tuple[str, ...] = ()
+    num_opening: int = 0
 
 
 class CallArchive:

@@ -194,7 +194,7 @@ class Calls:
         place = session.tree.locate(prompt.ids, prompt.place.inside)
         chain = session.tree.extended(place, prompt.ids, np.asarray(output.ids, np.int32))
         record = self._record(ask, answer.call, prompt, place, chain.hexdigest(), shown, job, output)
-        archived = session.archived(record, answer, ask.keys, ask.key, self._clock.now())
+        archived = session.archived(record, answer, ask.keys, ask.key, self._renderer.num_opening, self._clock.now())
         await self._archive.put(archived)
         session.deliveries.saved(len(archived.delivered))
         session.provenance.saved(len(archived.answered))

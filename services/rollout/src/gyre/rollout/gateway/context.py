@@ -47,7 +47,7 @@ class _Line:
 class Node:
     """One recorded call; its sequence is prompt + output, `length` ids. `children` continue all of it.
 
-    `context`: length of the prompt that opened the context to which the call belongs.
+    `context`: length of the prompt that opened the context to which the call belongs, up to where its answer begins.
     """
 
     call: str
@@ -114,8 +114,12 @@ class TokenTree:
         chain, start = (inside.chain, inside.length) if inside else (TokenChain(), 0)
         return chain.extend(prompt[start:]).extend(output)
 
-    def add(self, call: str, place: Place, prompt: np.ndarray, output: np.ndarray, chain: TokenChain) -> Node:
-        """Hang a call whose prompt was located at `place`; `chain` = `extended(place, prompt, output)`."""
+    def add(self, call: str, place: Place, prompt: np.ndarray, output: np.ndarray, chain: TokenChain,
+            num_opening: int = 0) -> Node:
+        """Hang a call whose prompt was located at `place`; `chain` = `extended(place, prompt, output)`.
+
+        `num_opening`: ids at the end of the prompt that are gone from the history once the answer is in it.
+        """
         inside = place.inside
         start = inside.length if inside else 0
         delta = np.concatenate((prompt[start:], output)).astype(np.int32, copy=False)
@@ -124,7 +128,7 @@ class TokenTree:
             line.append(delta)
         else:
             line = _Line(np.concatenate((prompt, output)))
-        context = place.base.context if place.base and place.continues else len(prompt)
+        context = place.base.context if place.base and place.continues else len(prompt) - num_opening
         node = Node(call, len(prompt) + len(output), context, chain, line)
         (inside.children if inside else self._roots).append(node)
         return node

@@ -5,6 +5,7 @@ Looked for only where a prompt continues no earlier context token by token; an o
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from gyre.contracts.events import CallEvidence
@@ -14,6 +15,7 @@ from gyre.rollout.gateway.restore import string_arguments
 MIN_QUOTE_ANYWHERE = 64  # characters; a shorter answer must stand on lines of its own
 MIN_QUOTE = 8
 MAX_QUOTES = 16
+END_OF_THOUGHT = "</think>"
 MAX_ANSWERS = 512  # the newest answers, and tool calls, that are looked for
 MAX_SEARCHED = 4 * 1024 * 1024  # characters of messages that are looked into
 
@@ -61,12 +63,16 @@ class Provenance:
 
     def _replayed(self, messages: Sequence[Message]) -> str | None:
         said = {said_key(m) for m in messages if m.role == "assistant" and (m.content.strip() or m.tool_calls)}
-        return next((call for call, answer in reversed(self._answers) if said_key(answer) in said), None) if said else None
+        if not said:
+            return None
+        return next((call for call, answer in reversed(self._answers)
+                     if any(said_key(replace(answer, content=text)) in said for text in _texts(answer))), None)
 
     def _quoted(self, messages: Sequence[Message]) -> tuple[str, ...]:
         texts = [m.content for m in messages if m.role in ("user", "system")]
         lines = [f"\n{text}\n" for text in texts]
-        newest_first = (call for call, answer in reversed(self._answers) if _stands(answer.content.strip(), texts, lines))
+        newest_first = (call for call, answer in reversed(self._answers)
+                        if any(_stands(text, texts, lines) for text in _texts(answer)))
         return tuple(reversed(list(islice(newest_first, MAX_QUOTES))))
 
     def _asked(self, messages: Sequence[Message]) -> str | None:
@@ -84,6 +90,13 @@ def _searched(messages: Sequence[Message]) -> Iterator[Message]:
         if message.role != "tool" and len(message.content) <= left:
             left -= len(message.content)
             yield message
+
+
+def _texts(answer: Message) -> tuple[str, ...]:
+    """A whole answer as harnesses keep it: as it is, or without the thoughts before it."""
+    whole = answer.content.strip()
+    _, found, rest = whole.rpartition(END_OF_THOUGHT)
+    return (whole, rest.strip()) if found else (whole,)
 
 
 def _stands(answer: str, texts: Sequence[str], lines: Sequence[str]) -> bool:

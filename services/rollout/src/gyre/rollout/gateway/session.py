@@ -200,16 +200,16 @@ class Session:
         self.deliveries.saved()
         self.provenance.saved()
 
-    def archived(self, record: CallRecorded, answer: Answer, keys: list[bytes], request_key: bytes,
+    def archived(self, record: CallRecorded, answer: Answer, keys: list[bytes], request_key: bytes, num_opening: int,
                  now: float) -> ArchivedCall:
         """A new call as it is kept on the disk, with all that happened since the one before it."""
         return ArchivedCall(record, answer, request_key, transcript_key(keys, answer), self.stall.take(now),
-                            self.deliveries.news, self.provenance.answered)
+                            self.deliveries.news, self.provenance.answered, num_opening)
 
     def remember(self, call: ArchivedCall, prompt: np.ndarray, place: Place, chain: TokenChain) -> None:
         """Take a recorded call into contexts, answers and tool calls."""
         record = call.record
-        node = self.tree.add(record.call, place, prompt, record.output_ids, chain)
+        node = self.tree.add(record.call, place, prompt, record.output_ids, chain, call.num_opening)
         self._nodes[record.call] = node
         self._transcripts[call.transcript_key] = node
         self._answers[call.request_key] = call.answer
