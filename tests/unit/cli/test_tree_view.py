@@ -115,6 +115,13 @@ def test_a_path_that_is_not_there_is_refused(small, which):
         printed(small, print_path, which=which)
 
 
+@pytest.mark.parametrize(("reason", "said"), [("open: its score", "open: it waits for its score"),
+                                              ("open: settled", "open: it waits for others of its group")])
+def test_an_open_execution_says_what_it_waits_for(small, reason, said):
+    outcome = replace(small.header.outcome, reason=reason, kind="unscorable")
+    assert f"outcome      {said}" in printed(replace(small, header=replace(small.header, outcome=outcome)))
+
+
 def test_an_execution_that_is_not_trained_says_why():
     view = tree_from_bytes(file_of(small_records(), kind="placeholder").to_bytes())
     lines = printed(view)

@@ -64,7 +64,8 @@ def _whose(tree: Anatomy) -> list[tuple[str, str]]:
     assert header is not None
     outcome = header.outcome
     if outcome.reason.startswith("open:"):
-        became = f"group is open, waits for {outcome.reason.removeprefix('open:').strip()}"
+        waits = outcome.reason.removeprefix("open:").strip()
+        became = "open: " + ("it waits for others of its group" if waits == "settled" else f"it waits for {waits}")
     else:
         became = f"{outcome.kind}, reward {outcome.reward:.3f}, advantage {outcome.advantage:+.3f}; harness {outcome.ending}"
         became += f"; {outcome.reason}" if outcome.reason else ""
