@@ -274,3 +274,9 @@ def write_run(path: Path, run: SyntheticRun) -> Written:
 def written(tmp_path: Path) -> Written:
     """A complete run of six steps in a directory."""
     return write_run(tmp_path / "clinic", SyntheticRun())
+
+
+@pytest.fixture
+def synthetic() -> list[tuple[e.Fact, float]]:
+    """The facts of a whole run of six steps of two groups."""
+    return SyntheticRun().facts()
