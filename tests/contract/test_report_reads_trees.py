@@ -99,7 +99,7 @@ def test_what_is_counted_for_people_is_what_the_outcome_says(seed):
         role: (c.num_calls, c.num_sampled, c.num_paths, c.num_trained) for role, c in outcome.roles.items()}
     runs = [(run.fate, run.num) for run in tree.runs]
     assert sum(num for fate, num in runs if fate.startswith("path ")) == outcome.num_trained_targets
-    for reason, num in outcome.drops.items():
+    for reason, num in (outcome.drops | outcome.not_targets).items():
         assert sum(n for fate, n in runs if fate == reason) == num, reason
     for call in view.calls:
         assert sum(fates(tree, call).values()) == call.length - call.prompt_len

@@ -126,7 +126,7 @@ def test_an_execution_that_is_not_trained_says_why():
     view = tree_from_bytes(file_of(small_records(), kind="placeholder").to_bytes())
     lines = printed(view)
     assert "outputs      30 drawn at 27 targets, none trained" in lines
-    assert any("27 eval" in line for line in lines)
+    assert "not trained  27 eval" in lines
     assert any("#0..#4" in line and "eval" in line for line in lines)
 
 
