@@ -27,7 +27,7 @@ def depth_first(decoder: Decoder, micro_step: MicroStep, config: LossConfig, blo
                 sums[name].add_(grad)
 
     engine.gradients(dlogprob_K, list(named.values()), add)
-    return float(loss), sums
+    return loss.item(), sums
 
 
 @pytest.mark.parametrize("kind", ["token_clip", "gspo"])

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gyre.contracts.microstep import MicroStep
-from gyre.policy.decoder import Decoder
+from gyre.policy.model import PolicyModel
 from gyre.trainer.tree_forward import TargetScores, score_rows
 
 DEFAULT_BLOCK_TOKENS = 1024
@@ -116,12 +116,12 @@ Sink = Callable[[Sequence[torch.Tensor | None]], None]
 class DepthFirst:
     """One micro-step, walked depth first. `block_tokens` bounds the graph that is held at once."""
 
-    def __init__(self, decoder: Decoder, micro_step: MicroStep, temperature: float = 1.0,
+    def __init__(self, model: PolicyModel, micro_step: MicroStep, temperature: float = 1.0,
                  block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
-        self._decoder, self._micro_step, self._temperature = decoder, micro_step, temperature
+        self._model, self._micro_step, self._temperature = model, micro_step, temperature
         self._blocks = blocks_of(micro_step, block_tokens)
-        weight = decoder.model.embed_tokens.weight
-        self._device, config = weight.device, decoder.config
+        weight = next(iter(model.parameters()))
+        self._device, config = weight.device, model.config
         longest = int(micro_step.position.max(initial=-1)) + 1
         self._path = Path(config.num_layers, longest, config.num_kv_heads, config.head_dim, weight)
         self._ids_T = torch.from_numpy(micro_step.ids.astype(np.int64)).to(weight.device)
@@ -160,13 +160,13 @@ class DepthFirst:
     def _forward(self, block: Block, with_gradients: bool) -> tuple[torch.Tensor, BlockAttention]:
         attention = BlockAttention(self._path, block, with_gradients)
         span = slice(block.start, block.end)
-        return self._decoder(self._ids_T[span], self._positions_T[span], attention), attention
+        return self._model(self._ids_T[span], self._positions_T[span], attention), attention
 
     def _score(self, block: Block, hidden_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         target_K = self._micro_step.target[block.targets]
         scorer_K = torch.from_numpy(self._micro_step.parent[target_K].astype(np.int64) - block.start).to(self._device)
         wanted_K = self._ids_T[torch.from_numpy(target_K.astype(np.int64)).to(self._device)]
-        return score_rows(self._decoder, hidden_SE.index_select(0, scorer_K), wanted_K, self._temperature)
+        return score_rows(self._model, hidden_SE.index_select(0, scorer_K), wanted_K, self._temperature)
 
     def _backward(self, block: Block, dlogprob_K: torch.Tensor, parameters: Sequence[torch.Tensor],
                   has_descendants: bool) -> Sequence[torch.Tensor | None]:

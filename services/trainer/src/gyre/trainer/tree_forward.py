@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from gyre.contracts.errors import ContractError
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.attention import Attention
-from gyre.policy.decoder import Decoder
+from gyre.policy.model import PolicyModel
 from torch.utils.checkpoint import checkpoint
 
 #: A call per run costs about as much as this many extra (query, key) pairs in a dense call (measured, one CPU thread).
@@ -161,29 +161,29 @@ class TargetScores:
 
 
 def score_targets(
-    decoder: Decoder, micro_step: MicroStep, attention: Attention, temperature: float = 1.0
+    model: PolicyModel, micro_step: MicroStep, attention: Attention, temperature: float = 1.0
 ) -> TargetScores:
     """Log-probs of the targets on the tree; logits exist for targets only, in at least float32."""
-    device = decoder.model.embed_tokens.weight.device
+    device = next(iter(model.parameters())).device
     ids_T = torch.from_numpy(micro_step.ids.astype(np.int64)).to(device)
     positions_T = torch.from_numpy(micro_step.position.astype(np.int64)).to(device)
-    hidden_TE = decoder(ids_T, positions_T, attention)
+    hidden_TE = model(ids_T, positions_T, attention)
     target_K = torch.from_numpy(micro_step.target.astype(np.int64)).to(device)
     scorer_K = torch.from_numpy(micro_step.parent[micro_step.target].astype(np.int64)).to(device)
-    return TargetScores(*score_rows(decoder, hidden_TE.index_select(0, scorer_K), ids_T[target_K], temperature))
+    return TargetScores(*score_rows(model, hidden_TE.index_select(0, scorer_K), ids_T[target_K], temperature))
 
 
 def score_rows(
-    decoder: Decoder, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    model: PolicyModel, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logprob_N of `ids_N` under each hidden state, with gradient, and entropy_N without.
 
     Logits exist for LOGITS_CHUNK rows at a time, in at least float32; backward makes them again.
     """
     if len(ids_N) <= LOGITS_CHUNK:
-        return _score_chunk(decoder, hidden_NE, ids_N, temperature)
+        return _score_chunk(model, hidden_NE, ids_N, temperature)
     parts = [
-        checkpoint(_score_chunk, decoder, hidden, ids, temperature, use_reentrant=False)
+        checkpoint(_score_chunk, model, hidden, ids, temperature, use_reentrant=False)
         for hidden, ids in zip(hidden_NE.split(LOGITS_CHUNK), ids_N.split(LOGITS_CHUNK), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -191,9 +191,9 @@ def score_rows(
 
 
 def _score_chunk(
-    decoder: Decoder, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    model: PolicyModel, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_NV = decoder.logits(hidden_NE)
+    logits_NV = model.logits(hidden_NE)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     logprobs_NV = F.log_softmax(logits_NV, dim=-1)
     with torch.no_grad():
