@@ -60,6 +60,8 @@ def import_files(parsed: argparse.Namespace, say: Say) -> None:
             names = ", ".join(one.name for one in found)
             raise ConfigError(f"--out: {len(found)} sessions in the files; choose one with --session: {names}")
         parsed.out.write_bytes(found[0].file.to_bytes())
+    if parsed.out_if_one is not None and len(found) == 1:
+        parsed.out_if_one.write_bytes(found[0].file.to_bytes())
 
 
 def export_tree(tree: Path, out: Path) -> None:
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     reading = commands.add_parser("import", help="a tree from the files of one session")
     reading.add_argument("files", nargs="+", type=Path, metavar="FILE")
     reading.add_argument("--out", type=Path, help="where the tree is written")
+    reading.add_argument("--out-if-one", type=Path, help="the same, but nothing is written of several sessions")
     reading.add_argument("--main-only", action="store_true", help="leave sub-agents out")
     reading.add_argument("--bytes", action="store_true", help="read texts as UTF-8 bytes where there are no ids")
     reading.add_argument("--policy", default="", help="model whose outputs are targets; default: that of the first call")
