@@ -1,6 +1,7 @@
 """Which format a file has, by its content; and from any of them to trees with their counts."""
 
 import gzip
+import lzma
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -86,13 +87,14 @@ class Counts:
 
 
 def unpacked(trace: Trace) -> Trace:
-    """The file without its gzip, if it has one. Raises TraceError."""
-    if not trace.data.startswith(b"\x1f\x8b"):
-        return trace
-    try:
-        return replace(trace, data=gzip.decompress(trace.data))
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{trace.name}: gzip: {error}") from error
+    """The file without its gzip or xz, if it has one. Raises TraceError."""
+    for magic, decompress in ((b"\x1f\x8b", gzip.decompress), (b"\xfd7zXZ\0", lzma.decompress)):
+        if trace.data.startswith(magic):
+            try:
+                return replace(trace, data=decompress(trace.data))
+            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+                raise TraceError(f"{trace.name}: cannot be unpacked: {error}") from error
+    return trace
 
 
 def detect(trace: Trace) -> str:
