@@ -98,10 +98,9 @@ def from_document(data: bytes, name: str) -> TreeFile:
     for call, role, excluded in zip(calls, roles, targets.excluded, strict=True):
         if role.excluded != excluded:
             raise TraceError(f"{name}: call {call.record.call}: excluded: {role.excluded!r}, by its record {excluded!r}")
+    _check_counts(document, header, tree, targets, name)
     decided = [CallRole(role.role_class, role.agent, role.known_by) for role in roles]
-    file = tree_file(header, tree, targets, _admission(document, tree, targets, name), decided)
-    _check_counts(file, targets, name)
-    return file
+    return tree_file(header, tree, targets, _admission(document, tree, targets, name), decided)
 
 
 def _calls(document: _Document, header: Header, name: str) -> tuple[tuple[Call, ...], list[_Role]]:
@@ -189,12 +188,11 @@ def _admission(document: _Document, tree: Tree, targets: Targets, name: str) -> 
     return Admission(tuple(AdmittedPath(p.leaf, p.role_class, p.num_owned, 0) for p in paths), tuple(owner), {})
 
 
-def _check_counts(file: TreeFile, targets: Targets, name: str) -> None:
+def _check_counts(document: _Document, header: Header, tree: Tree, targets: Targets, name: str) -> None:
     """The header's counts, if it has any, against the tree: a call that was cut out would change them."""
-    outcome = file.header.outcome
-    found = {"num_unique_tokens": len(file.ids), "num_flat_tokens": sum(note.length for note in file.calls),
-             "num_targets": len(targets), "num_sampled_tokens": targets.num_drawn,
-             "num_trained_targets": sum(path.num_owned for path in file.paths)}
+    outcome = header.outcome
+    found = {"num_unique_tokens": tree.num_tokens, "num_flat_tokens": tree.num_flat_tokens, "num_targets": len(targets),
+             "num_sampled_tokens": targets.num_drawn, "num_trained_targets": sum(p.num_owned for p in document.paths)}
     if not any(getattr(outcome, field) for field in found):
         return
     for field, num in found.items():
