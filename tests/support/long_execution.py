@@ -150,3 +150,24 @@ def file_of(records: Sequence[CallRecorded], max_paths: int = 5, kind: str = "sc
 def long_tree(num_calls: int = 312, seed: int = 0, scale: int = 4, rewrites: float = 0.04) -> TreeFile:
     """The tree file of a long execution."""
     return file_of(write(num_calls, seed, scale, rewrites))
+
+
+def small_records() -> list[CallRecorded]:
+    """Nine calls: an answer, two equal retries of it (one cut off), a turn, a summary, the context that begins with it,
+    a sub-agent of two calls and a judge."""
+    writer = Writer(0, 4)
+
+    def ids(first: int, num: int = 0) -> np.ndarray:
+        return np.arange(first, first + num, dtype=np.int32)
+
+    first = writer.call(None, 0, ids(0, 10), ids(10, 4))
+    writer.call(first, 10, ids(0), ids(20, 3))
+    writer.call(first, 10, ids(0), ids(20, 3), finish_reason="abort")
+    turn = writer.call(first, 14, ids(30, 5), ids(40, 6))
+    writer.version = 4
+    writer.call(turn, 25, ids(50, 2), ids(3, 4), role_class="main-summary")
+    writer.call(turn, 5, ids(3, 4), ids(60, 5))
+    sub = writer.call(None, 0, ids(70, 6), ids(80, 3), role_class="sub-agent", lineage="explorer")
+    writer.call(sub, 9, ids(90, 2), ids(95, 2), role_class="sub-agent", lineage="explorer")
+    writer.call(None, 0, ids(30, 3), ids(35, 2), model="judge")
+    return writer.records

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from executions import POLICY, RecordedRoles
-from gyre.contracts.events import VersionSpan
+from gyre.contracts.events import CallEvidence, VersionSpan
 from gyre.trajectory.admission import admit
 from gyre.trajectory.roles import ROLE_ORDERS, leaf_roles
 from gyre.trajectory.targets import find_targets
@@ -281,3 +281,31 @@ def test_a_chain_of_a_thousand_nested_forks_needs_no_recursion(script: Any) -> N
     assert len(tree.leaves()) == 1200
     assert max(tree.depth) == 1200
     assert tree.token_parents()[1] == 0
+
+
+def test_a_rejected_compaction_is_evidence_and_owns_nothing(script: Any) -> None:
+    """O7: rejected and accepted attempts share a prefix; trained are 2, 5 and 7, each once.
+
+    The rejected branch must not claim what it shares: with one path per leaf, token 2 belongs to a branch that trains.
+    """
+    rejected = CallEvidence(tags={"x-gyre-trainable": "no"})
+    calls = (script().call([1], [2]).call([1, 2, 3], [4], evidence=rejected, role_class="main-summary")
+             .call([1, 2, 3], [5], role_class="main-summary").call([1, 2, 6], [7]))
+    tree, targets = calls.tree(), find_targets(calls.tree(), POLICY)
+    assert target_ids(tree) == [2, 5, 7]
+    assert (targets.excluded, targets.num_without) == (("", "untrainable", "", ""), {"untrainable": 1})
+    roles = leaf_roles(tree, RecordedRoles().classify(tree.calls))
+    admission = admit(tree, targets, roles, ROLE_ORDERS["paper"], 5, ("run", "x"))
+    trained = [int(tree.ids[i]) for s, owner in enumerate(admission.owner) if owner >= 0
+               for i in targets.index[targets.offsets[s]:targets.offsets[s + 1]]]
+    assert (sorted(trained), admission.drops) == ([2, 5, 7], {})
+    last = {int(tree.ids[tree.bounds[leaf + 1] - 1]): leaf for leaf in tree.leaves()}
+    assert last[4] not in {path.leaf for path in admission.paths}
+
+
+def test_advantage_is_one_scalar_on_the_owned_targets_only(script: Any) -> None:
+    """O14: prompt, sampled, observation with advantage 0.7 give 0, 0.7, 0. C25: masks 0 1 1 and 1 1 1 of one execution."""
+    single = script().call([1], [2]).call([1, 2, 3], []).tree()
+    assert [0.7 * m for m in masks(single, single.leaves())[0]] == [0, 0.7, 0]
+    rows = script().call([1, 9], [2, 3]).call([1, 9], [4, 5, 6]).tree()
+    assert masks(rows, rows.leaves()) == [[0, 0, 1, 1], [0, 0, 1, 1, 1]]

@@ -78,7 +78,7 @@ def prefixes(tree: Tree) -> list[Prefix]:
 
 
 def test_the_tree_is_that_of_the_definition() -> None:
-    for seed in range(400):
+    for seed in range(1000):
         calls = random_calls(seed)
         tree, slow = calls.tree(), SlowTrie(calls)
         nodes = prefixes(tree)
@@ -93,7 +93,7 @@ def test_the_tree_is_that_of_the_definition() -> None:
 
 
 def test_targets_are_those_of_the_definition() -> None:
-    for seed in range(400):
+    for seed in range(1000):
         calls = random_calls(seed)
         tree, slow = calls.tree(), SlowTrie(calls)
         targets, nodes = find_targets(tree, POLICY), prefixes(tree)
@@ -102,7 +102,7 @@ def test_targets_are_those_of_the_definition() -> None:
 
 
 def test_ownership_is_that_of_the_definition() -> None:
-    for seed in range(400):
+    for seed in range(1000):
         calls = random_calls(seed)
         tree, slow = calls.tree(), SlowTrie(calls)
         targets, nodes = find_targets(tree, POLICY), prefixes(tree)

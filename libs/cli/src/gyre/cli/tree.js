@@ -101,6 +101,13 @@
     light((call) => call === Number(bar.dataset.call));
     row.scrollIntoView({ block: "center" });
   });
+  const hint = document.getElementById("hint");
+  document.querySelector(".draw").addEventListener("mouseover", (event) => {
+    const call = event.target.closest("rect")?.dataset.call;
+    const cells = call === undefined ? [] : [...document.getElementById(`call-${call}`).children].map((c) => c.textContent);
+    hint.textContent = cells.length ? `${cells[0]} · ${cells[1]} · ${cells[2]} · ${cells[7]} tokens sampled under ${cells[9]} `
+      + `after a prompt of ${cells[6]} · ${cells[10]}` : "";
+  });
   document.querySelectorAll("[data-path]").forEach((button) => button.addEventListener("click", () => {
     const choice = document.querySelector("[data-filter=fate]");
     const wanted = `path ${button.dataset.path}`;

@@ -42,6 +42,7 @@ class Call:
     excluded: str = ""
     model: str = ""
     digest: str = ""
+    said_role: str = ""
     cell: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     evidence: CallEvidence = field(default_factory=CallEvidence)

@@ -335,9 +335,11 @@ class RoleCounts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one execution of a group. `drops` counts targets that are not trained, by reason.
+    """What became of one execution of a group.
 
-    `roles` has the role classes that occurred; `num_unknown_roots`: contexts nothing is known of, taken as `main`.
+    `drops` counts targets that are not trained, by reason; `not_targets` sampled positions that are none: the agent never
+    saw them, the harness does not want them trained, or nothing comes before them that could score them. `roles` has the
+    role classes that occurred; `num_unknown_roots`: contexts nothing is known of, taken as `main`.
     """
 
     execution: str
@@ -355,6 +357,7 @@ class Outcome:
     reason: str = ""
     roles: dict[RoleClass, RoleCounts] = field(default_factory=dict)
     num_unknown_roots: int = 0
+    not_targets: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ A pure function of the group's contents: computed twice, it gives the same bytes
 fact may be repeated after a crash.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,15 @@ def complete(name: str, group: GroupState, config: TrajectoryConfig,
     fact = GroupCompleted(name, dispatched.burst, dispatched.query, dispatched.purpose, dispatched.version, outcomes,
                           num_scored, stats.mean, stats.std, references, dispatched.label, signal(rewards))
     return fact, blobs
+
+
+def summary(fact: GroupCompleted) -> str:
+    """One line for people."""
+    kinds = Counter(outcome.kind for outcome in fact.outcomes)
+    targets = sum(ref.num_targets for ref in fact.micro_steps)
+    return (f"{', '.join(f'{num} {kind}' for kind, num in kinds.items()) or 'no executions'}; reward mean "
+            f"{fact.reward_mean:.4g}, std {fact.reward_std:.4g}, {fact.signal.replace('_', ' ')}; "
+            f"{len(fact.micro_steps)} micro-steps, {targets} targets")
 
 
 def eligibility(state: ExecutionState, config: TrajectoryConfig) -> Eligibility:

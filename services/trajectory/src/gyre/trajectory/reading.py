@@ -41,15 +41,15 @@ class Reading:
         return {role: RoleCounts(*row) for role, row in counts.items()}
 
     def drops(self, admission: Admission | None, untrained: str) -> dict[str, int]:
-        """Targets that are not trained, by reason; `untrained` is the reason if nothing was admitted.
+        """Targets that are not trained, by reason; `untrained` is the reason if nothing was admitted."""
+        if admission is not None:
+            return admission.drops
+        return {untrained: len(self.targets)} if len(self.targets) else {}
 
-        Beside the targets: positions that only excluded calls sampled, and `no_context`, first tokens of a root.
-        """
-        drops = dict(admission.drops) if admission else {}
-        if admission is None and len(self.targets):
-            drops[untrained] = len(self.targets)
-        beside = self.targets.num_without | {"no_context": self.targets.num_rootless}
-        return drops | {reason: num for reason, num in beside.items() if num}
+    def not_targets(self) -> dict[str, int]:
+        """Sampled positions that are no targets, by reason; `no_context`: the first token of a root."""
+        rootless = {"no_context": self.targets.num_rootless} if self.targets.num_rootless else {}
+        return self.targets.num_without | rootless
 
     def fill(self, outcome: Outcome, admission: Admission | None, untrained: str) -> Outcome:
         """`outcome` with everything that follows from the records."""
@@ -57,7 +57,7 @@ class Reading:
             outcome.execution, outcome.kind, outcome.ending, outcome.reward, outcome.advantage, outcome.num_calls,
             len(self.targets), admission.num_owned if admission else 0, self.drops(admission, untrained),
             self.tree.num_tokens, self.tree.num_flat_tokens, self.targets.num_drawn, outcome.reason,
-            self.role_counts(admission), self.num_unknown_roots)
+            self.role_counts(admission), self.num_unknown_roots, self.not_targets())
 
 
 def read_execution(calls: tuple[Call, ...], eligibility: Eligibility, classifier: RoleClassifier) -> Reading:

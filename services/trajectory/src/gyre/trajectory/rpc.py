@@ -45,8 +45,11 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
     async def InspectGroup(self, request: service_pb2.InspectGroupRequest,
                            context: grpc.aio.ServicerContext) -> service_pb2.InspectGroupResponse:
         state = self._state()
-        if request.group in state.completed:
-            return service_pb2.InspectGroupResponse(group=request.group, completed=True)
+        finished = state.completed.get(request.group)
+        if finished is not None:
+            return service_pb2.InspectGroupResponse(group=request.group, completed=True, detail=finished.detail,
+                                                    num_executions=finished.num_executions,
+                                                    num_settled=finished.num_executions)
         group = state.groups.get(request.group)
         if group is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"group {request.group!r}: not known here")
@@ -59,7 +62,7 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
         executions = [e for group in state.groups.values() for e in group.executions.values()]
         gauges = {"open_groups": len(state.groups), "completed_groups": len(state.completed),
                   "open_executions": len(executions), "records_held": sum(len(e.log) for e in executions),
-                  "outbox_depth": self._outbox_depth(), **{f"not_taken.{k}": v for k, v in state.counts.items()}}
+                  "outbox_depth": self._outbox_depth(), **state.counts}
         return status_pb2.Status(process=process.name, service=process.service, run=process.run, pid=os.getpid(),
                                  uptime_s=process.uptime_s, gauges={k: float(v) for k, v in gauges.items()},
                                  detail=f"{len(state.groups)} groups open, {len(state.completed)} completed")

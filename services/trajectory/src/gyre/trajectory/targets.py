@@ -5,6 +5,7 @@ drawn twice, and a token that one call read and another sampled in the same cont
 sampled, what the agent never saw, and what the harness says is not to be trained, is context.
 """
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -77,45 +78,79 @@ class Targets:
 def find_targets(tree: Tree, eligibility: Eligibility) -> Targets:
     """The targets of `tree`. Time and memory follow the sampled tokens, not the tree."""
     excluded = tuple(eligibility.exclusion(c.record) for c in tree.calls)
-    chosen = [n for n, reason in enumerate(excluded) if not reason]
-    drawn = _positions(tree, chosen)
-    index, first = np.unique(drawn, return_index=True)  # of equal ones the first: the call that sampled it first
-    is_root = np.isin(index, _root_starts(tree), assume_unique=True)
-    kept, first = index[~is_root].astype(np.int32), first[~is_root]
-    records = [tree.calls[n].record for n in chosen]
-    counts = [len(r.output_ids) for r in records]
-    call = np.repeat(np.array(chosen, np.int32), counts)[first]
-    logprob = _joined([r.behaviour_logprobs for r in records], np.float32)[first]
-    version = _joined([_versions(r) for r in records], np.int32)[first]
-    others = {reason: [n for n, r in enumerate(excluded) if r == reason] for reason in ("untrainable", "unseen")}
-    num_drawn = sum(counts) + sum(len(tree.calls[n].record.output_ids) for calls in others.values() for n in calls)
-    return Targets(kept, call, logprob, version, tuple(np.searchsorted(kept, tree.bounds).tolist()), excluded, num_drawn,
-                   _without(tree, others, index), int(is_root.sum()))
+    cover = _Cover()
+    pieces = [piece for n, reason in enumerate(excluded) if not reason for piece in _new_pieces(tree, n, cover)]
+    num_without = {}
+    for why in ("untrainable", "unseen"):
+        others = [piece for n, reason in enumerate(excluded) if reason == why for piece in _new_pieces(tree, n, cover)]
+        if others:
+            num_without[why] = sum(len(piece) for piece in others)
+    roots = {start for start, parent in zip(tree.bounds, tree.parent, strict=False) if parent < 0}
+    scored = sorted((piece.behind(1) if piece.start in roots else piece for piece in pieces), key=lambda piece: piece.start)
+    records = [tree.calls[piece.call].record for piece in scored]
+    index = _joined([np.arange(p.start, p.stop, dtype=np.int32) for p in scored], np.int32)
+    return Targets(
+        index, np.repeat(np.array([p.call for p in scored], np.int32), [len(p) for p in scored]),
+        _joined([r.behaviour_logprobs[p.offset:p.offset + len(p)] for p, r in zip(scored, records, strict=True)], np.float32),
+        _joined([_versions(r, p.offset, p.offset + len(p)) for p, r in zip(scored, records, strict=True)], np.int32),
+        tuple(np.searchsorted(index, tree.bounds).tolist()), excluded,
+        sum(len(c.record.output_ids) for c, why in zip(tree.calls, excluded, strict=True) if why != "model"), num_without,
+        sum(piece.start in roots for piece in pieces))
 
 
-def _without(tree: Tree, others: dict[str, list[int]], sampled: np.ndarray) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for reason, calls in others.items():
-        positions = np.setdiff1d(_positions(tree, calls), sampled)
-        sampled = np.union1d(sampled, positions)
-        if len(positions):
-            found[reason] = len(positions)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens [start, stop) of the tree, inside one segment: the output of call number `call` from `offset` on."""
+
+    start: int
+    stop: int
+    call: int
+    offset: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def behind(self, num: int) -> "_Piece":
+        """Without its first `num` tokens."""
+        return _Piece(self.start + num, self.stop, self.call, self.offset + num)
+
+
+class _Cover:
+    """Token positions that are taken, as disjoint ascending ranges."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def take(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of [start, stop) that nobody had taken; all of it is taken now."""
+        first = last = bisect.bisect_right(self._stops, start)
+        parts, at = [], start
+        while last < len(self._starts) and self._starts[last] < stop:
+            if self._starts[last] > at:
+                parts.append((at, self._starts[last]))
+            at = self._stops[last]
+            last += 1
+        if at < stop:
+            parts.append((at, stop))
+        self._starts[first:last] = [min([start, *self._starts[first:last]])]
+        self._stops[first:last] = [max([stop, *self._stops[first:last]])]
+        return parts
+
+
+def _new_pieces(tree: Tree, call: int, cover: _Cover) -> list[_Piece]:
+    """What the output of a call holds that no call before it held."""
+    record, found, done = tree.calls[call].record, [], 0
+    for start, stop in tree.spans(call, record.prompt_len, tree.calls[call].length):
+        found += [_Piece(a, b, call, done + a - start) for a, b in cover.take(start, stop)]
+        done += stop - start
     return found
 
 
-def _positions(tree: Tree, calls: Sequence[int]) -> np.ndarray:
-    """Token indices of the outputs of `calls`, one call after another: int32 [sum of output lengths]."""
-    pieces = [np.arange(start, stop, dtype=np.int32) for n in calls
-              for start, stop in tree.spans(n, tree.calls[n].record.prompt_len, tree.calls[n].length)]
-    return _joined(pieces, np.int32)
-
-
-def _root_starts(tree: Tree) -> list[int]:
-    return [start for start, parent in zip(tree.bounds, tree.parent, strict=False) if parent < 0]
-
-
-def _versions(record: CallRecorded) -> np.ndarray:
-    return np.repeat(np.array([s.version for s in record.spans], np.int32), [s.end - s.start for s in record.spans])
+def _versions(record: CallRecorded, start: int, stop: int) -> np.ndarray:
+    """Weights version of each of the output tokens [start, stop): int32."""
+    spans = [(max(s.start, start), min(s.end, stop), s.version) for s in record.spans if s.start < stop and s.end > start]
+    return np.repeat(np.array([version for _, _, version in spans], np.int32), [high - low for low, high, _ in spans])
 
 
 def _joined(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:

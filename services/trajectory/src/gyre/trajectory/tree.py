@@ -121,7 +121,9 @@ class _Forest:
             node = self.end[call.base.record.call]
             while node and self.start[node] >= keep:
                 node = self.parent[node]
-        self.end[call.record.call] = self._descend(node, keep, call.own())
+        for ids in (call.record.prompt_delta, call.record.output_ids):  # as they were recorded: nothing is copied
+            node, keep = self._descend(node, keep, ids), keep + len(ids)
+        self.end[call.record.call] = node
 
     def _descend(self, node: int, depth: int, ids: np.ndarray) -> int:
         at = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from gyre.cli.treefile import TreeView
 
-# What `drops` of an outcome says of targets that no path owns, beside those that are no targets at all.
+# Reasons for which sampled tokens are no targets; older releases have them among the reasons why targets are not trained.
 _BESIDE = ("unseen", "untrainable", "no_context")
 
 

@@ -50,7 +50,7 @@ def head(tree: Anatomy) -> list[tuple[str, str]]:
              f"{count(leaves, 'path')}, {count(len(tree.roots), 'root')}, "
              f"deepest {max((tree.extent(b)[1] for b in tree.branches), default=0):,}")
     rows = [("calls", _calls(tree)), ("tokens", "; ".join(shape)), ("outputs", _outputs(tree)),
-            ("not trained", _dropped(tree)), ("weights", _weights(tree))]
+            *_untrained(tree), ("weights", _weights(tree))]
     if view.header is not None:
         rows = [*_whose(tree), *rows]
     if not view.has_tokens:
@@ -64,7 +64,8 @@ def _whose(tree: Anatomy) -> list[tuple[str, str]]:
     assert header is not None
     outcome = header.outcome
     if outcome.reason.startswith("open:"):
-        became = f"group is open, waits for {outcome.reason.removeprefix('open:').strip()}"
+        waits = outcome.reason.removeprefix("open:").strip()
+        became = "open: " + ("it waits for others of its group" if waits == "settled" else f"it waits for {waits}")
     else:
         became = f"{outcome.kind}, reward {outcome.reward:.3f}, advantage {outcome.advantage:+.3f}; harness {outcome.ending}"
         became += f"; {outcome.reason}" if outcome.reason else ""
@@ -92,10 +93,13 @@ def _outputs(tree: Anatomy) -> str:
     return f"{drawn}{count(targets, 'target')}, {paths}"
 
 
-def _dropped(tree: Anatomy) -> str:
-    outcome = tree.view.header.outcome if tree.view.header else None
-    drops = outcome.drops if outcome else {}
-    return ", ".join(f"{num:,} {reason}" for reason, num in sorted(drops.items(), key=lambda item: -item[1]))
+def _untrained(tree: Anatomy) -> list[tuple[str, str]]:
+    """Targets that are not trained, and sampled tokens that are none, by reason."""
+    if tree.view.header is None:
+        return []
+    outcome = tree.view.header.outcome
+    return [(name, ", ".join(f"{num:,} {reason}" for reason, num in sorted(found.items(), key=lambda item: -item[1])))
+            for name, found in (("not trained", outcome.drops), ("no targets", outcome.not_targets))]
 
 
 def _weights(tree: Anatomy) -> str:

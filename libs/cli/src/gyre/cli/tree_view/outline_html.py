@@ -12,7 +12,7 @@ Spell = Callable[[Sequence[int]], str]
 NUM_TINTS = 5
 MAX_RUNS = 24
 MAX_TOKENS = 400
-_HEADINGS = ("", "tokens", "calls", "whose", "sampled", "trained by", "weights", "")
+_HEADINGS = ("", "tokens", "calls", "whose", "sampled", "path, or why not", "weights", "")
 
 
 def outline_html(tree: Anatomy, max_lines: int, spell: Spell | None = None) -> Html:

@@ -25,7 +25,7 @@ from gyre.cli.treefile import Decode, TreeView
 
 OUTLINE_LINES = 160
 _COLUMNS = ("call", "agent", "role", "known by", "after", "keeps", "prompt", "output", "finish", "weights",
-            "trained by, or why not", "drawn")
+            "path, or why not", "drawn")
 _NUMERIC = frozenset({0, 4, 5, 6, 7, 11})
 
 
@@ -40,10 +40,11 @@ def render_page(view: TreeView, decode: Decode | None = None) -> str:
     """The page as text. The same tree gives the same bytes."""
     tree = anatomy(view)
     name = view.header.outcome.execution if view.header else "a tree"
-    css = "".join(_asset(file) for file in ("report.css", "tree.css"))
+    css = "".join(_asset(file) for file in ("report.css", "drawing.css", "tree.css"))
     top = join((el("meta", charset="utf-8"), el("meta", name="viewport", content="width=device-width, initial-scale=1"),
                 el("title", f"{name} · OpenGyre trajectory tree"), el("style", Html(css))))
-    parts = [_top(tree, name), el("h2", "Overview"), legend(tree), el("div", drawing(tree), cls="draw"), _paths(tree),
+    parts = [_top(tree, name), el("h2", "Overview"), legend(tree), el("div", drawing(tree), cls="draw"),
+             el("p", cls="hint", id="hint"), _paths(tree),
              el("h2", "Outline"), outline_html(tree, OUTLINE_LINES), _calls(tree)]
     scripts = (el("script", Html(texts(tree, decode)), type="application/json", id="texts"),
                el("script", Html(_asset("tree.js"))))
@@ -81,8 +82,8 @@ def _paths(tree: Anatomy) -> Html:
     return join((el("h2", "Admitted paths"),
                  el("p", f"In the order of their draw. Each target that a path owns weighs 1/{total:,}, so that the execution "
                          "weighs the same however many paths it has."),
-                 table(("", "role", "leaf", "tokens", "calls on it", "owned targets", "share of the weight"), rows,
-                       frozenset({2, 3, 4, 5, 6}))))
+                 el("div", table(("", "role", "leaf", "tokens", "calls on it", "owned targets", "share of the weight"), rows,
+                                 frozenset({2, 3, 4, 5, 6})), cls="narrow")))
 
 
 def _calls(tree: Anatomy) -> Html:
@@ -91,14 +92,14 @@ def _calls(tree: Anatomy) -> Html:
     roles = [r.role for r in role_rows(tree)]
     agents = list(dict.fromkeys(row.agent for row in rows))
     fates = sorted({fate for row in rows for fate in row.fates}, key=lambda f: (not f.startswith("path "), f))
-    filters = el("p", _choice("role", roles), _choice("agent", agents), _choice("fate", fates, "trained by, or why not"),
+    filters = el("p", _choice("role", roles), _choice("agent", agents), _choice("fate", fates, "path, or why not"),
                  el("label", "text ", el("input", type="search", id="find", size=18)),
                  el("span", f"{len(rows):,} calls", id="shown", cls="mut"), cls="filters")
     heads = join(el("th", name, cls="num" if i in _NUMERIC else None, data_column=i) for i, name in enumerate(_COLUMNS))
     body = join(_call(row, places[row.index]) for row in rows)
     listing = el("table", el("thead", el("tr", heads)), el("tbody", body), id="calls")
-    return join((el("h2", "Calls"), el("p", "Choose a line, or a bar of the drawing, to read what the call added to its context "
-                                            "and what it sampled. Headings sort."),
+    how = "Choose a line, or a bar of the drawing, to read what a call added to its context and what it sampled. Headings sort."
+    return join((el("h2", "Calls"), el("p", how),
                  filters, el("div", listing, cls="scroll")))
 
 

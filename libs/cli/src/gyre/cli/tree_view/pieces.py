@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gyre.cli.tree_view.anatomy import Anatomy
-from gyre.cli.treefile import Call, Decode, TreeView, shared, spelled
+from gyre.cli.treefile import Call, Decode, shared, spelled
 
 MAX_BYTES = 5_000_000  # of all texts together, as they stand in the page
 FIRST_LIMIT = 6_000  # tokens of one piece that are shown, if the page has room for it
@@ -27,9 +27,11 @@ def texts(tree: Anatomy, decode: Decode | None, max_bytes: int = MAX_BYTES) -> s
 
     Pieces are cut ever shorter until all fit into `max_bytes`.
     """
-    limit = FIRST_LIMIT
+    limit, calls = FIRST_LIMIT, tree.view.calls
+    bases = {call.call: call for call in calls}
     while True:
-        told = [[[p.fate, p.num, p.left_out, *p.parts] for p in pieces(tree, call, decode, limit)] for call in tree.view.calls]
+        told = [[[p.fate, p.num, p.left_out, *p.parts] for p in pieces(tree, c, bases.get(c.base_call or ""), decode, limit)]
+                for c in calls]
         written = json.dumps(told, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
         size = len(written.encode())
         if size <= max_bytes or limit <= LEAST_LIMIT:
@@ -37,19 +39,15 @@ def texts(tree: Anatomy, decode: Decode | None, max_bytes: int = MAX_BYTES) -> s
         limit = max(LEAST_LIMIT, min(limit // 2, int(limit * 1.2 * max_bytes / size)))
 
 
-def pieces(tree: Anatomy, call: Call, decode: Decode | None, limit: int) -> Iterator[Piece]:
-    """What the call's prompt has beyond that of the call it continues, then its output, each at most `limit` tokens."""
+def pieces(tree: Anatomy, call: Call, base: Call | None, decode: Decode | None, limit: int) -> Iterator[Piece]:
+    """What the call's prompt has beyond what `base` has, then its output, each piece at most `limit` tokens."""
     view = tree.view
     if not view.has_tokens:
         return
-    kept = shared(view, call, _base(view, call))
+    kept = shared(view, call, base)
     for start, stop, is_output in ((kept, call.prompt_len, False), (call.prompt_len, call.length, True)):
         for fate, low, high in _stretches(tree, call, start, stop, is_output):
             yield _piece(view.tokens(call.segment, low, high).tolist(), fate, decode, limit)
-
-
-def _base(view: TreeView, call: Call) -> Call | None:
-    return next((c for c in view.calls if c.call == call.base_call), None) if call.base_call else None
 
 
 def _stretches(tree: Anatomy, call: Call, start: int, stop: int, is_output: bool) -> list[tuple[str, int, int]]:

@@ -126,8 +126,9 @@ def known(place: Place, wanted: str) -> str:
     found = names(place)
     if not found:
         return "there are no trees yet: one is written when all executions of its group have ended and are scored"
-    group = [name for name in found if wanted and name.startswith(wanted)]
-    near = group[:MAX_NAMED] or difflib.get_close_matches(wanted, found, 5, 0.8)
+    begun = [name for name in found if wanted and name.startswith(wanted)]
+    group = [name for name in found if name.rpartition("-")[0] == wanted.rpartition("-")[0]]
+    near = begun[:MAX_NAMED] or group[:MAX_NAMED] or difflib.get_close_matches(wanted, found, 5, 0.8)
     trained = [name for name in found if name.startswith("g")] or found
     last = [name for name in trained if name.split("-")[0] == trained[-1].split("-")[0]][:MAX_NAMED]
     which = f"like it: {', '.join(near)}" if near else f"of the last burst: {', '.join(last)}"

@@ -26,7 +26,7 @@ from rich.text import Text
 Say = Callable[[Text], None]
 MAX_RUNS = 6  # of one line whose text is shown
 _GLYPHS = {"side": "├─", "fold": "├┄", "section": "├▶"}
-_HEADINGS = ("", "tokens", "calls", "whose", "sampled", "trained by", "weights", "")
+_HEADINGS = ("", "tokens", "calls", "whose", "sampled", "path, or why not", "weights", "")
 _NUMERIC = {4}
 _SHRINK = (5, 3, 7, 2)  # columns that give way when a line is too long, first to last, and then the same again
 
@@ -184,7 +184,7 @@ def _calls(tree: Anatomy, options: Options) -> Iterator[Text]:
             for r in call_rows(tree)]
     yield Text()
     yield from grid(("call", "agent", "role", "known by", "after", "keeps", "prompt", "output", "finish", "weights",
-                     "trained by, or why not", "drawn", "segment"), rows, {5, 6, 7, 12}, options.width, shrink=(10, 2, 1))
+                     "path, or why not", "drawn", "segment"), rows, {5, 6, 7, 12}, options.width, shrink=(10, 2, 1))
 
 
 # ---------------------------------------------------------------- layout
