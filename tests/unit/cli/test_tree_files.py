@@ -62,8 +62,9 @@ def test_an_execution_of_a_run_is_exported(tmp_path: Path, written: Any) -> None
 
 
 def test_errors_come_with_their_codes(tmp_path: Path) -> None:
-    other, bad = tmp_path / "other.json", tmp_path / "bad.json"
+    other, bad, broken = (tmp_path / name for name in ("other.json", "bad.json", "broken.msgpack"))
     other.write_text("{}")
+    broken.write_text("{}")
     document = json.loads(ATIF.read_text())
     document["steps"][1]["metrics"]["logprobs"].pop()
     bad.write_text(json.dumps(document))
@@ -74,7 +75,7 @@ def test_errors_come_with_their_codes(tmp_path: Path) -> None:
             (2, ("import", DATA / "prefix_hashes/subagent_traces_with_hashes.jsonl.xz", "--html", tmp_path / "p.html"),
              "several sessions"),
             (2, ("export", tmp_path / "gone.msgpack", tmp_path / "x.json"), "gone.msgpack: No such file"),
-            (1, ("export", other.rename(tmp_path / "o.msgpack"), tmp_path / "x.json"), "MessagePack")):
+            (1, ("export", broken, tmp_path / "x.json"), "broken.msgpack: not MessagePack")):
         found, said = gyre(*arguments)
         assert (found, expected in said) == (code, True), said
     with pytest.raises(ConfigError):
