@@ -55,10 +55,11 @@ class Recorder:
 
     def add(self, call: ForeignCall) -> None:
         """Record one call. Raises TraceError if it does not fit into a record."""
-        base, keep = self._locate(call.prompt)
+        known = self._known(call.prompt)
+        base, keep = self._locate(call.prompt, known[-1])
         index, num = len(self.log.calls), len(call.output)
         name = self._name(index)
-        delta = np.ascontiguousarray(call.prompt[keep:])
+        delta = call.prompt[keep:].copy()  # a view would keep the whole prompt
         start = base.chain_at(keep) if base else TokenChain()
         logprobs = np.zeros(num, np.float32) if call.logprobs is None else call.logprobs
         evidence = CallEvidence(call.tags, self._named(call.replays), (), self._named(call.task_of))
@@ -69,27 +70,33 @@ class Recorder:
         self.log.add(record)
         if self.log.refusal is not None:
             raise TraceError(f"{call.place}: {self.log.refusal}")
-        self._remember(self.log.calls[name], call)
+        self._remember(self.log.calls[name], call, known)
 
-    def _locate(self, prompt: np.ndarray) -> tuple[Call | None, int]:
-        """The call, of equals the latest, that shares most with the beginning of `prompt`, and how much that is."""
-        chain = TokenChain()
-        while chain.length + STEP <= len(prompt):
-            further = chain.extend(prompt[chain.length:chain.length + STEP])
+    def _known(self, prompt: np.ndarray) -> list[TokenChain]:
+        """Digest states of 0, STEP, 2 * STEP ... ids, as far as an earlier call begins with the same ids."""
+        chains = [TokenChain()]
+        while chains[-1].length + STEP <= len(prompt):
+            further = chains[-1].extend(prompt[chains[-1].length:chains[-1].length + STEP])
             if further.state not in self._after:
                 break
-            chain = further
-        at, best, most = chain.length, None, (-1, -1)
+            chains.append(further)
+        return chains
+
+    def _locate(self, prompt: np.ndarray, known: TokenChain) -> tuple[Call | None, int]:
+        """The call, of equals the latest, that shares most with the beginning of `prompt`, and how much that is."""
+        at, best, most = known.length, None, (-1, -1)
         rest = prompt[at:at + STEP]
-        for call in self._after.get(chain.state, {}).values():
+        for call in self._after.get(known.state, {}).values():
             same = common_prefix(call.read(at, min(call.length, at + STEP)), rest)
             if (same, call.record.index) > most:
                 best, most = call, (same, call.record.index)
         return (best, at + most[0]) if best is not None and at + most[0] else (None, 0)
 
-    def _remember(self, call: Call, foreign: ForeignCall) -> None:
-        sequence = np.concatenate((foreign.prompt, foreign.output))
-        chain = TokenChain()
+    def _remember(self, call: Call, foreign: ForeignCall, known: list[TokenChain]) -> None:
+        for chain, further in zip(known, known[1:], strict=False):
+            self._after[chain.state][further.state] = call
+        chain = known[-1]
+        sequence = np.concatenate((foreign.prompt[chain.length:], foreign.output))
         for at in range(0, len(sequence) + 1, STEP):  # the last block is short, perhaps empty
             further = chain.extend(sequence[at:at + STEP])
             self._after.setdefault(chain.state, {})[further.tail or further.state] = call
