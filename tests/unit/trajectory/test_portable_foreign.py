@@ -12,7 +12,9 @@ from gyre.trajectory.portable.formats import Counts, Imported, detect, imported,
 from gyre.trajectory.portable.session import Options, Trace
 from gyre.trajectory.portable.spelling import spell
 from gyre.trajectory.portable.swe_agent import message_lists, shared_messages
+from gyre.trajectory.record import CallLog
 from gyre.trajectory.tree import build_tree
+from gyre.trajectory.workload import Workload, make
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 ATIF = DATA / "atif_terminus2/hello-world-context-summarization.trajectory.json"
@@ -297,6 +299,18 @@ def test_deltas_are_as_long_as_a_gateway_could_make_them(seed: int) -> None:
     for made, record in zip(calls, script.records, strict=True):
         assert (made.record.keep_len, made.record.base_call, made.record.digest) == (
             record.keep_len, record.base_call, record.digest)
+
+
+def test_deltas_of_a_made_session() -> None:
+    """Elision, stripped thinking, compaction, sub-agents, retries: each prompt is found to keep what it was made to keep."""
+    log = CallLog()
+    for record in make(Workload(turns=40, strip_thinking=30, elision_window=3, compactions=2, sub_agents=5, sub_agent_turns=3,
+                                retries=7)).records:
+        log.add(record)
+    made = log.ordered()
+    calls = record_calls((ForeignCall("", c.read(0, c.record.prompt_len), c.record.output_ids) for c in made), "x")
+    assert [c.record.keep_len for c in calls] == [c.record.keep_len for c in made]
+    assert [c.record.digest for c in calls] == [c.record.digest for c in made]
 
 
 def test_deltas_of_long_prompts() -> None:

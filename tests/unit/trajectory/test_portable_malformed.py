@@ -1,12 +1,15 @@
 """Files that are not what they say: the message names the file, the step and the field."""
 
+import contextlib
 import gzip
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gyre.contracts.errors import GyreError
 from gyre.trajectory.portable.fields import TraceError, UnknownFormat
 from gyre.trajectory.portable.formats import Imported, imported, unpacked
 from gyre.trajectory.portable.main import main
@@ -205,3 +208,19 @@ def test_the_tool_ends_with_2_for_what_was_asked_and_1_for_what_was_found(
         assert main(arguments) == code, arguments
         heard = capsys.readouterr()
         assert re.search(said, heard.out + heard.err, re.MULTILINE), (arguments, heard)
+
+
+SAMPLES = (atif(), swe({"response": "a", "query": [USER]}), lines(COMPACT, said_by("user", "u", "c"), said_by("user", "gone"),
+                                                                            said_by("assistant", "a", "u")), hashed({"type": "n", "in": 9, "hash_ids": [1, 2]}))
+JUNK = (b"null", b"-1", b"1e999", b"NaN", b'"x"', b"[]", b"{}", b"99999999999999999999", b"\xff", b'"\\ud800"', b"0.5")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_file_is_read_or_refused_and_nothing_else(seed: int) -> None:
+    rng = random.Random(seed)
+    for data in SAMPLES:
+        values = [match.span() for match in re.finditer(rb'"[^"]*"|-?\d[\d.]*|null', data)]
+        for _ in range(25):
+            start, stop = rng.choice(values) if rng.random() < 0.8 else (at := rng.randrange(len(data)), at + rng.randint(0, 9))
+            with contextlib.suppress(GyreError):
+                read(data[:start] + rng.choice(JUNK) + data[stop:], options=Options(as_bytes=rng.random() < 0.5))

@@ -109,6 +109,8 @@ class _Dag:
             for before, uuid in zip(uuids, uuids[1:], strict=False):
                 if self.parent.get(uuid) == anchor:
                     self.sampled_after[uuid] = before
+                    if before not in self.lines:
+                        raise TraceError(f"{self.lines[uuid].place}: preservedMessages: {before!r} is not in the file")
         for uuid, line in self.lines.items():
             parent = self.parent[uuid]
             if parent is not None and parent not in self.lines:
