@@ -31,7 +31,7 @@ main              6       21      2        8
 main-summary      1        4      0        0
 sub-agent         2        5      0        0
 
-A  main + summary: 31 tokens to depth 31, 3 calls, 2 side branches
+A  main + summary: 31 tokens to depth 31, 6 calls, 2 side branches
     tokens  calls       whose           sampled  path, or why not  weights
 ○   0..5    –           context
 ├─  5..14   #5          main                  5  path 0            v4       other prompt, leaf 4

@@ -15,6 +15,7 @@ SYSTEM = Message("system", "You repair programs.")
 TASK = Message("user", "Make the tests pass.")
 SUMMARY = "The parser drops the last line of a file without a newline at its end; line 40 of parse.py is where to mend it."
 NOTHING = CallEvidence()
+GOES_ON = CallEvidence(continues=True)
 
 
 def user(text: str) -> Message:
@@ -56,7 +57,7 @@ async def test_a_harness_that_takes_old_observations_out_stays_in_its_context(tm
     sequences(bench)
     last = bench.records[3].record
     assert last.keep_len < bench.records[2].record.prompt_len
-    assert evidence(bench) == [NOTHING] * 4
+    assert evidence(bench) == [NOTHING, GOES_ON, GOES_ON, GOES_ON]
 
 
 async def test_asking_once_more_and_dropping_thoughts_begin_no_context(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ async def test_asking_once_more_and_dropping_thoughts_begin_no_context(tmp_path:
     await ask(bench, [SYSTEM, TASK])
     await ask(bench, [SYSTEM, TASK])
     await ask(bench, [SYSTEM, TASK, assistant(SUMMARY), user(f"You said: {SUMMARY}")])
-    assert evidence(bench) == [NOTHING] * 3
+    assert evidence(bench) == [NOTHING, GOES_ON, GOES_ON]
 
 
 THINKING_TEMPLATE = TEMPLATE.replace('{{ "<|im_start|>assistant\\n" }}', '{{ "<|im_start|>assistant\\n<think>\\n" }}')
@@ -95,7 +96,7 @@ async def test_a_context_that_begins_with_a_summary_quotes_the_call_that_wrote_i
     await talk(bench, history, user("Summarise the conversation so far."))
     await ask(bench, [Message("system", billing.content.replace("0ab", "f31")),
                       user(f"This session is being continued.\n\n{SUMMARY}\n\nPlease go on.")])
-    assert evidence(bench)[:2] == [NOTHING, NOTHING]
+    assert evidence(bench)[:2] == [NOTHING, GOES_ON]
     assert evidence(bench)[2] == CallEvidence({}, None, (name(1),), None)
 
 
@@ -126,8 +127,8 @@ async def test_the_three_calls_of_a_terminus_compaction_and_the_context_after_it
     await talk(bench, history, user("terminal output"))
     await talk(bench, history)
     sequences(bench)
-    assert evidence(bench) == [NOTHING, NOTHING, NOTHING, CallEvidence({}, None, (name(2),), None), NOTHING,
-                               CallEvidence({}, name(3), (name(2), name(4)), None), NOTHING]
+    assert evidence(bench) == [NOTHING, GOES_ON, GOES_ON, CallEvidence({}, None, (name(2),), None), GOES_ON,
+                               CallEvidence({}, name(3), (name(2), name(4)), None), GOES_ON]
 
 
 async def test_a_sub_agents_task_is_an_argument_of_a_tool_call_that_waits_for_its_result(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ async def test_a_sub_agents_task_is_an_argument_of_a_tool_call_that_waits_for_it
     await talk(bench, main, tools=AGENT)
     await ask(bench, [Message("system", "You look."), user("Find the bug.")])
     assert [e.task_of for e in evidence(bench)] == [None, name(0), None, None]
-    assert all(e == NOTHING for n, e in enumerate(evidence(bench)) if n != 1)
+    assert all(e in (NOTHING, GOES_ON) for n, e in enumerate(evidence(bench)) if n != 1)
 
 
 async def test_sub_agents_that_run_side_by_side_have_one_parent_and_their_own_lines(tmp_path: Path) -> None:
@@ -189,8 +190,8 @@ async def test_a_gateway_that_comes_back_still_knows_answers_contexts_and_open_t
     await ask(again, [user(f"So far: {SUMMARY}"), assistant("Read."), user("go on")])
     await ask(again, [SYSTEM, TASK, assistant("cut"), user(SUMMARY)], AGENT)
     sequences(again)
-    assert evidence(again)[3:] == [CallEvidence({}, None, (), name(0)), NOTHING,
-                                   CallEvidence({}, name(1), (name(2),), None), NOTHING]
+    assert evidence(again)[3:] == [CallEvidence({}, None, (), name(0)), GOES_ON,
+                                   CallEvidence({}, name(1), (name(2),), None), GOES_ON]
 
 
 # ---------------------------------------------------------------- the search itself

@@ -73,6 +73,12 @@ def test_whoever_keeps_the_opening_prompt_is_still_in_that_context(script: Any, 
     assert roles_of(calls)[2] == CallRole("main", "main", "stream"), why
 
 
+def test_what_the_template_itself_takes_back_ends_no_context(script: Any) -> None:
+    """The opening prompt ended with an opened thought, [1, 2, 88]; the next one leaves the thought out, opening too."""
+    calls = script().call([1, 2, 88], [90, 10]).call([1, 2, 10, 5, 88], [6], evidence=evidence(continues=True))
+    assert roles_of(calls)[1] == CallRole("main", "main", "stream")
+
+
 def test_a_shared_system_prompt_is_no_continuation(script: Any) -> None:
     """[1, 2] is a system prompt that all agents of the harness have."""
     calls = (script().call([1, 2, 3, 4], [5]).call([1, 2, 30, 31], [32])

@@ -188,14 +188,16 @@ class CallEvidence:
     replays  the latest earlier call whose answer stands among the messages as the assistant's
     quotes   earlier calls whose whole answer stands in a message of somebody else, oldest first
     task_of  the call with an unanswered tool call of which the first user text is an argument
+    continues  the prompt goes on with the context of its base call, up to what the chat template itself takes back
 
-    The last three are looked for only where a context begins that continues no earlier one token by token.
+    Quotes, replays and tasks are looked for only where a context begins that continues no earlier one.
     """
 
     tags: dict[str, str] = field(default_factory=dict)
     replays: str | None = None
     quotes: tuple[str, ...] = ()
     task_of: str | None = None
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

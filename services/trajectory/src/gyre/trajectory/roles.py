@@ -128,9 +128,10 @@ class HarnessRoles:
 
 
 def _continued(record: CallRecorded, contexts: Mapping[str, _Context]) -> _Context | None:
-    """The context that a call goes on with: it keeps the whole prompt that opened it."""
+    """The context that a call goes on with: it keeps the whole prompt that opened it, or the gateway knows better."""
     base = contexts.get(record.base_call or "")
-    return base if base is not None and 0 < base.length <= record.keep_len else None
+    holds = base is not None and (record.evidence.continues or 0 < base.length <= record.keep_len)
+    return base if holds else None
 
 
 def leaf_calls(tree: Tree) -> dict[int, int]:

@@ -7,7 +7,7 @@ one before, and the first that fits is shown.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -53,6 +53,11 @@ class Section:
     name: str
     branch: Branch | None
     rows: tuple[Row, ...]
+
+    @property
+    def calls(self) -> list[int]:
+        """Calls that end on its trunk or on its lines, not those of sections that hang off it."""
+        return sorted(n for row in self.rows if row.kind != "section" for n in row.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +152,10 @@ class _Outliner:
 
     def _side(self, branch: Branch, names: dict[int, str]) -> Row:
         number = branch.number
-        if number in names:
-            return self._row("section", branch.segments, name=names[number], label=label_of(self.tree, branch),
-                             num=branch.num_below)
-        below = [self.tree.branches[n] for n in _descent(self.tree, number)]
+        below = [self.tree.branches[n] for n in _descent(self.tree, number, names)]
         segments = [s for b in below for s in b.segments]
+        if number in names:
+            return self._row("section", segments, name=names[number], label=label_of(self.tree, branch), num=len(below))
         leaf = branch.segments[-1] if len(below) == 1 else -1
         return self._row("side", segments, leaf=leaf, label=label_of(self.tree, branch), num=len(below))
 
@@ -202,13 +206,13 @@ def label_of(tree: Anatomy, branch: Branch) -> str:
     return "retry" if tree.sampler[view.bounds[goes_on]] >= 0 else "not kept"
 
 
-def _descent(tree: Anatomy, number: int) -> Iterator[int]:
-    """A branch and all that hang off it, off those, and so on."""
+def _descent(tree: Anatomy, number: int, names: Container[int]) -> Iterator[int]:
+    """A branch and all that hang off it, off those, and so on, but not those that are other sections."""
     stack = [number]
     while stack:
         number = stack.pop()
         yield number
-        stack.extend(reversed(tree.branches[number].sides))
+        stack.extend(side for side in reversed(tree.branches[number].sides) if side not in names)
 
 
 def _folded(rows: Sequence[Row]) -> Row:

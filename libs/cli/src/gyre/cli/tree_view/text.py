@@ -101,14 +101,16 @@ def heading(tree: Anatomy, section: Section) -> str:
     branch = section.branch
     if branch is None:
         return "Roots that nothing hangs off"
-    calls = [tree.view.calls[n] for n in branch.calls]
+    calls = [tree.view.calls[n] for n in section.calls]
     start, stop = tree.extent(branch)
     parts = [f"{count(stop - start, 'token')} to depth {stop:,}", count(len(calls), "call")]
-    if branch.num_below:
-        parts.append(f"{branch.num_below:,} side {'branch' if branch.num_below == 1 else 'branches'}")
+    num = sum(row.num for row in section.rows if row.kind in ("side", "fold"))
+    if num:
+        parts.append(f"{num:,} side {'branch' if num == 1 else 'branches'}")
     if branch.fork >= 0:
         parts.append(f"hangs off at {start:,}")
-    return f"{section.name}  {whose_text(calls) or 'shared context'}: {', '.join(parts)}"
+    agents = {tree.view.calls[n].agent for n in branch.calls}  # others may hang off a prompt that they share
+    return f"{section.name}  {whose_text([c for c in calls if c.agent in agents]) or 'shared context'}: {', '.join(parts)}"
 
 
 def _cells(tree: Anatomy, row: Row, is_last: bool, several_weights: bool) -> tuple[str, ...]:

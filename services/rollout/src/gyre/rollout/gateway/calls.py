@@ -209,7 +209,7 @@ class Calls:
         """The record of a call whose prompt hangs at `place`. Raises EngineError if the engine's parts do not fit."""
         session, said = ask.session, ask.evidence
         ids, logprobs, behaviour = output.arrays()
-        found = NOTHING_SHOWN if place.continues else shown
+        found = replace(NOTHING_SHOWN, continues=True) if place.continues else shown
         record = CallRecorded(
             execution=session.spec.execution, group=session.spec.group, call=call, index=session.num_recorded,
             base_call=place.base.call if place.base else None, keep_len=place.keep_len, prompt_len=len(prompt.ids),
