@@ -40,7 +40,7 @@ def random_file(seed: int) -> tuple[TreeFile, list[Any]]:
     script.records = [replace(
         r, logprobs=-rng.random(len(r.output_ids), dtype=np.float32) * np.float32(10.0 ** rng.integers(-6, 6)),
         sampling=Sampling(0.7, 0.95, 20, seed), cell=int(rng.integers(3)), lineage=str(rng.choice(["main", "a", "b"])),
-        evidence=CallEvidence({"x-session": "é\n"}, None, tuple(script.records[0].call for _ in range(n % 2)), None))
+        evidence=CallEvidence({"x-session": "é\n"}, None, (script.records[0].call,) * (n % 2), None, n % 3 == 0))
         for n, r in enumerate(script.records)]
     lost = frozenset(r.call for r in script.records if rng.random() < 0.2)
     log = script.log()
@@ -104,6 +104,7 @@ def changed(number: int, field: str, value: object) -> Callable[[dict[str, Any]]
     (changed(1, "check", ""), "x-c0001", "check"),
     (changed(0, "call", "x-c0001"), "x-c0001", "check"),
     (lambda d: d["records"][2]["role"].update(role_class="sub-agent"), "x-c0002", "check"),
+    (lambda d: d["records"][2]["evidence"].update(continues=True), "x-c0002", "check"),
     (lambda d: d["records"][2].pop("digest"), "x-c0002", "digest"),
     (lambda d: d["records"].pop(0), "x-c0002", "unknown-base: call x-c0001: continues 'x-c0000'"),
     (lambda d: d["records"].append(d["records"][2]), "x-c0002", "recorded twice"),

@@ -210,8 +210,9 @@ def test_the_tool_ends_with_2_for_what_was_asked_and_1_for_what_was_found(
         assert re.search(said, heard.out + heard.err, re.MULTILINE), (arguments, heard)
 
 
-SAMPLES = (atif(), swe({"response": "a", "query": [USER]}), lines(COMPACT, said_by("user", "u", "c"), said_by("user", "gone"),
-                                                                            said_by("assistant", "a", "u")), hashed({"type": "n", "in": 9, "hash_ids": [1, 2]}))
+GONE = (said_by("user", "u", "c"), said_by("user", "gone"), said_by("assistant", "a", "u"))
+SAMPLES = (atif(), swe({"response": "a", "query": [USER]}), lines(COMPACT, *GONE),
+           hashed({"type": "n", "in": 9, "hash_ids": [1, 2]}))
 JUNK = (b"null", b"-1", b"1e999", b"NaN", b'"x"', b"[]", b"{}", b"99999999999999999999", b"\xff", b'"\\ud800"', b"0.5")
 
 

@@ -160,7 +160,7 @@ def _check(record: CallRecorded, role: _Role) -> str:
               [[s.start, s.end, s.version] for s in record.spans], record.finish_reason, record.digest, record.model,
               record.role_class, record.lineage, [sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed],
               record.cell, sorted(evidence.tags.items()), evidence.replays, evidence.quotes, evidence.task_of,
-              role.role_class, role.agent, role.known_by, role.excluded]
+              evidence.continues, role.role_class, role.agent, role.known_by, role.excluded]
     arrays = [array.astype("<f4").tobytes() for array in (record.logprobs, record.behaviour_logprobs)]
     return bytes_digest(b"".join((json.dumps(listed).encode(), *arrays)))
 
