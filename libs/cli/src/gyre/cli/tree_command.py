@@ -47,6 +47,15 @@ Width = Annotated[int, typer.Option("--width", help="columns; default: those of 
 Lines = Annotated[int, typer.Option("--lines", help="lines the outline may take before it is folded; 0: never", min=0)]
 Listed = Annotated[bool, typer.Option("--list", help="list the executions that have a tree")]
 
+Files = Annotated[list[Path], typer.Argument(help="the files of one session")]
+OutFile = Annotated[Path | None, typer.Option("--out", help="write the tree, as a .msgpack file that `gyre tree` shows")]
+MainOnly = Annotated[bool, typer.Option("--main-only", help="leave sub-agents out")]
+AsBytes = Annotated[bool, typer.Option("--bytes", help="read texts as UTF-8 bytes where a trace has no ids")]
+Policy = Annotated[str, typer.Option("--policy", help="model whose outputs are targets; default: that of the first call")]
+Session = Annotated[str, typer.Option("--session", help="of several sessions in a file, this one")]
+ExportedExecution = Annotated[str, typer.Argument(metavar="EXECUTION", help="an execution's id, or a .msgpack file of a tree")]
+ExportFile = Annotated[Path, typer.Argument(metavar="FILE", help="FILE.json or FILE.json.gz")]
+
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
@@ -80,6 +89,42 @@ def show(execution: Execution = "", run: RunPath = None, runs: Runs = Path("runs
             print_path(view, path, options, console.print)
         else:
             print_tree(view, options, console.print)
+
+
+@tree_app.command("import")
+def import_(files: Files, html: HtmlFile = None, out: OutFile = None, main_only: MainOnly = False, as_bytes: AsBytes = False,
+            policy: Policy = "", session: Session = "", calls: AllCalls = False, text: WithText = False, width: Width = 0,
+            lines: Lines = 80) -> None:
+    """Show the tree of a trace of another tool, or of an exported execution.
+
+    Reads Harbor ATIF, SWE-agent .traj, Claude Code JSONL, sessions of prefix hashes, and gyre-tree/1; .gz or not.
+    """
+    from gyre.cli.tree_files import ImportOptions, import_files, spell_bytes
+    from gyre.cli.tree_view.page import write_html
+    from gyre.cli.tree_view.text import Options, print_tree
+
+    with explained():
+        found = import_files(files, ImportOptions(main_only, as_bytes, policy, session), out)
+        decode = spell_bytes if found.is_text else None
+        if found.view is not None and html is not None:
+            write_html(found.view, html, decode)
+            say(f"{html}: {html.stat().st_size / 1e6:.1f} MB")
+        elif found.view is not None:
+            columns = width or (console.width if console.is_terminal else PIPED_WIDTH)
+            print_tree(found.view, Options(columns, lines, calls, text, decode), console.print)
+            say("")
+        elif html is not None:
+            raise ConfigError(f"--html: several sessions in the files; choose one with --session\n{found.said}")
+        say(found.said)
+
+
+@tree_app.command()
+def export(execution: ExportedExecution, file: ExportFile, run: RunPath = None, runs: Runs = Path("runs")) -> None:
+    """Write an execution's tree with all that was recorded as one JSON document, gyre-tree/1; FILE.gz is compressed."""
+    from gyre.cli.tree_files import export_tree
+
+    with explained():
+        say(f"{file}: {export_tree(execution, file, run, runs):,} bytes")
 
 
 def say(text: str) -> None:
