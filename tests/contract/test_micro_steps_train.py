@@ -7,7 +7,8 @@ from gyre.contracts.microstep import MicroStep, micro_step_from_bytes
 from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder
 from gyre.runtime.effects import Publish, WriteBlob
-from gyre.trainer.tree_forward import Run, SegmentTrees, check_trees, choose_attention, score_targets
+from gyre.trainer.runs import Run, check_trees
+from gyre.trainer.tree_forward import SegmentTrees, choose_attention, score_targets
 from gyre.trajectory.core import TrajectoryCore
 from gyre.trajectory.packing import Budget
 

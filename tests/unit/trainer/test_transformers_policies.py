@@ -9,7 +9,8 @@ from gyre.contracts.microstep import MicroStep
 from gyre.policy.config import UnsupportedPolicy
 from gyre.trainer.depth_first import DepthFirst
 from gyre.trainer.loss import LossConfig, policy_loss
-from gyre.trainer.tree_forward import DenseTrees, SegmentTrees, runs_of, score_targets
+from gyre.trainer.runs import runs_of
+from gyre.trainer.tree_forward import DenseTrees, SegmentTrees, score_targets
 from trees import VOCAB, expand, random_micro_step, relative_error, targets_of
 
 transformers = pytest.importorskip("transformers")

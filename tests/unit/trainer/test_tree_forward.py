@@ -8,16 +8,10 @@ import torch
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.attention import Attention
 from gyre.policy.decoder import Decoder
+from gyre.trainer.flash_trees import FlashTrees, has_kernel
 from gyre.trainer.loss import LossConfig, policy_loss
-from gyre.trainer.tree_forward import (
-    BrokenTree,
-    DenseTrees,
-    SegmentTrees,
-    check_trees,
-    choose_attention,
-    runs_of,
-    score_targets,
-)
+from gyre.trainer.runs import BrokenTree, check_trees, runs_of
+from gyre.trainer.tree_forward import DenseTrees, SegmentTrees, choose_attention, score_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import (
@@ -34,7 +28,8 @@ CONFIGS = [LossConfig(), LossConfig(kind="gspo"), LossConfig(reference="proximal
 
 
 def attentions(micro_step: MicroStep) -> list[Attention]:
-    return [DenseTrees(micro_step), SegmentTrees(runs_of(micro_step.parent))]
+    runs = runs_of(micro_step.parent)
+    return [DenseTrees(micro_step), SegmentTrees(runs), FlashTrees(runs)]
 
 
 def tree_loss(decoder: Decoder, micro_step: MicroStep, attention: Attention, config: LossConfig) -> torch.Tensor:
@@ -57,11 +52,12 @@ def test_the_tree_has_the_loss_and_gradients_of_its_expanded_paths(seed: int, co
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), fork=st.floats(0.0, 0.9), num_trees=st.integers(1, 4))
-def test_both_attentions_score_any_forest_alike(seed: int, fork: float, num_trees: int) -> None:
+def test_all_attentions_score_any_forest_alike(seed: int, fork: float, num_trees: int) -> None:
     micro_step, decoder = random_micro_step(seed, num_trees=num_trees, fork=fork), tiny_decoder()
     check_trees(micro_step)
-    dense, segments = (score_targets(decoder, micro_step, a).logprob_K for a in attentions(micro_step))
-    torch.testing.assert_close(dense, segments, rtol=0, atol=1e-12)
+    dense, *others = (score_targets(decoder, micro_step, a).logprob_K for a in attentions(micro_step))
+    for other in others:
+        torch.testing.assert_close(dense, other, rtol=0, atol=1e-12)
 
 
 def hand_built(parent: list[int], target: list[int], path: list[int]) -> MicroStep:
@@ -124,7 +120,7 @@ def test_runs_carry_their_ancestors_as_ranges() -> None:
 def test_short_trees_go_dense_and_long_ones_go_by_run() -> None:
     assert isinstance(choose_attention(random_micro_step(1)), DenseTrees)
     chain = hand_built([*range(-1, 2999), 0], [2], [0])
-    assert isinstance(choose_attention(chain), SegmentTrees)
+    assert isinstance(choose_attention(chain), FlashTrees if has_kernel("cpu") else SegmentTrees)
 
 
 @pytest.mark.parametrize(

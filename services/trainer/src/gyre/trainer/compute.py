@@ -11,7 +11,7 @@ from gyre.contracts.microstep import MicroStep, micro_step_from_bytes
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
 from gyre.trainer.backends.base import Backend
-from gyre.trainer.tree_forward import check_trees
+from gyre.trainer.runs import check_trees
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
 """Forward and backward on packed trees: every shared prefix is computed once.
 
 A micro-step holds whole trees in depth-first order. Positions are depths, a query sees its ancestors and itself, and
-the label of a token is scored by the hidden state of its parent, so a fork has one label per child. Two attentions
-compute the same thing: `DenseTrees` pads trees into one masked call (few kernels, for short trees) and `SegmentTrees`
-makes one call per unbranched run over its ancestors (work proportional to the visible pairs, for long ones).
+the label of a token is scored by the hidden state of its parent, so a fork has one label per child. Several attentions
+compute the same thing: `DenseTrees` pads trees into one masked call (few kernels, for short trees); `SegmentTrees` makes
+one call per unbranched run over its ancestors (the reference); `flash_trees` does so without masks and copies on a CPU
+and `flex_trees` as one block-sparse call on a GPU, both with work proportional to the visible pairs.
 
 Axes: T packed tokens, K targets, E trees, L longest tree, V vocabulary, S tokens of a run, A its ancestors.
 """
@@ -15,63 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gyre.contracts.errors import ContractError
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.attention import Attention
 from gyre.policy.model import PolicyModel
+from gyre.trainer.flash_trees import FlashTrees, has_kernel
+from gyre.trainer.runs import Run, runs_of
 from torch.utils.checkpoint import checkpoint
 
 #: A call per run costs about as much as this many extra (query, key) pairs in a dense call (measured, one CPU thread).
 PAIRS_PER_CALL = 8_000
 MAX_DENSE_PAIRS = 64_000_000
 LOGITS_CHUNK = 2048
-
-
-class BrokenTree(ContractError):
-    """A micro-step whose arrays do not describe trees; the message names the array and the first bad token."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Tokens [start, end) that follow each other in depth-first order; `ancestors` are the index ranges above."""
-
-    start: int
-    end: int
-    ancestors: tuple[tuple[int, int], ...]
-
-
-def check_trees(micro_step: MicroStep) -> None:
-    """Raise `BrokenTree` unless parents, positions, exits and targets fit together. O(T), no Python loop."""
-    parent, position, index = micro_step.parent, micro_step.position, np.arange(micro_step.num_tokens)
-    root = parent < 0
-    above = np.where(root, 0, parent)
-    _require(parent < index, "parent", "must come before its child")
-    expected = np.where(root, 0, position[above] + 1)
-    _require(position == expected, "position", "must be the number of ancestors")
-    inside = root | ((index < micro_step.exit[above]) & (micro_step.exit <= micro_step.exit[above]))
-    _require(inside & (micro_step.exit > index), "exit", "must end the subtree, inside the parent's")
-    _require(root | (micro_step.tree == micro_step.tree[above]), "tree", "must be the parent's")
-    _require(parent[micro_step.target] >= 0, "target", "a root has no context that could score it")
-
-
-def _require(good: np.ndarray, array: str, rule: str) -> None:
-    if not good.all():
-        raise BrokenTree(f"micro-step {array}: entry {int(np.flatnonzero(~good)[0])} is wrong, it {rule}")
-
-
-def runs_of(parent: np.ndarray) -> list[Run]:
-    """Maximal runs with parent[i] == i - 1, each with the index ranges of its ancestors, root first."""
-    starts = np.concatenate(([0], np.flatnonzero(parent != np.arange(len(parent)) - 1)))
-    ends = np.append(starts[1:], len(parent))
-    runs: list[Run] = []
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        above = int(parent[start])
-        ancestors: tuple[tuple[int, int], ...] = ()
-        if above >= 0:
-            host = runs[int(np.searchsorted(starts, above, side="right")) - 1]
-            ancestors = (*host.ancestors, (host.start, above + 1))
-        runs.append(Run(start, end, ancestors))
-    return runs
 
 
 class SegmentTrees:
@@ -143,13 +98,17 @@ class DenseTrees:
 
 
 def choose_attention(micro_step: MicroStep, device: torch.device | str = "cpu") -> Attention:
-    """Dense for short trees, per run for long ones: whichever the cost model above expects to be faster."""
+    """Dense for short trees, by run or by block for long ones: whichever the cost model above expects to be faster."""
     runs = runs_of(micro_step.parent)
     sizes = np.bincount(micro_step.tree)
     dense_pairs = int((sizes > 0).sum()) * int(sizes.max()) ** 2
     if dense_pairs <= min(MAX_DENSE_PAIRS, micro_step.num_pairs + PAIRS_PER_CALL * len(runs)):
         return DenseTrees(micro_step, device)
-    return SegmentTrees(runs, device)
+    if torch.device(device).type == "cuda":
+        from gyre.trainer.flex_trees import FlexTrees  # it brings torch's compiler along, which takes seconds
+
+        return FlexTrees(micro_step, device)
+    return FlashTrees(runs) if has_kernel(device) else SegmentTrees(runs, device)
 
 
 @dataclass(frozen=True)
