@@ -12,10 +12,10 @@ from gyre.policy.checkpoint import load_decoder
 from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder, check_state
 from gyre.runtime.config import OptimizerConfig
-from gyre.trainer.loss import LossConfig, Targets, policy_loss
-from gyre.trainer.tree_forward import choose_attention, score_targets
+from gyre.trainer.loss import LossConfig
+from gyre.trainer.tree_loss import tree_loss
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TorchBackend:
@@ -60,7 +60,7 @@ class TorchBackend:
         """In place, so that the optimizer and the masters go on naming the same tensors."""
         if next(iter(self._parameters.values())).device.type == device.type:
             return
-        moments = [] if self._optimizer is None else [s[k] for s in self._optimizer.state.values() for k in _MOMENTS[:2]]
+        moments = [] if self._optimizer is None else [s[k] for s in self._optimizer.state.values() for k in MOMENTS[:2]]
         masters = [] if self._optimizer is None else list(self._masters.values())
         for tensor in {id(t): t for t in (*self._parameters.values(), *masters, *self._sums.values(), *moments)}.values():
             tensor.data = tensor.data.to(device)
@@ -70,14 +70,16 @@ class TorchBackend:
             total.zero_()
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
-        attention = choose_attention(micro_step, next(iter(self._parameters.values())).device)
-        scores = score_targets(self.decoder, micro_step, attention, self._loss.temperature)
-        output = policy_loss(targets_of(micro_step, scores.logprob_K, scores.entropy_K), self._loss)
+        output = tree_loss(self.decoder, micro_step, self._loss)
         grads = torch.autograd.grad(output.loss, list(self._parameters.values()), allow_unused=True)
         for total, grad in zip(self._sums.values(), grads, strict=True):
             if grad is not None:
                 total.add_(grad)
-        return {**output.sums, "num_tokens": float(micro_step.num_tokens)}
+        return output.sums
+
+    def sums(self) -> list[torch.Tensor]:
+        """The gradient sums themselves, in the order of the parameters."""
+        return list(self._sums.values())
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         return {n: (tuple(t.shape), t[:0].cpu().numpy().dtype) for n, t in self._sums.items()}
@@ -124,7 +126,7 @@ class TorchBackend:
         assert self._optimizer is not None
         tensors = {f"master.{n}": m.detach().cpu().clone() for n, m in self._masters.items()}
         for name, master in self._masters.items():
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 value = self._optimizer.state[master].get(key)
                 if value is not None:
                     tensors[f"{key}.{name}"] = value.detach().cpu().clone()
@@ -135,7 +137,7 @@ class TorchBackend:
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state[f"master.{name}"])
-                moments = {k: state[f"{k}.{name}"].clone() for k in _MOMENTS if f"{k}.{name}" in state}
+                moments = {k: state[f"{k}.{name}"].clone() for k in MOMENTS if f"{k}.{name}" in state}
                 if moments:
                     self._optimizer.state[master] = {k: _beside(v, k, master) for k, v in moments.items()}
                 else:
@@ -147,13 +149,7 @@ class TorchBackend:
         self._masters = {
             n: p if p.dtype == self._sum_dtype else p.detach().to(self._sum_dtype) for n, p in self._parameters.items()
         }
-        matrices = [m for m in self._masters.values() if m.ndim >= 2]
-        vectors = [m for m in self._masters.values() if m.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-        )  # fmt: skip
+        return adamw(list(self._masters.values()), config)
 
     def _spread_masters(self) -> None:
         with torch.no_grad():
@@ -167,15 +163,12 @@ def _beside(moment: torch.Tensor, key: str, master: torch.Tensor) -> torch.Tenso
     return moment if key == "step" else moment.to(master.device)
 
 
-def targets_of(micro_step: MicroStep, logprob_K: torch.Tensor, entropy_K: torch.Tensor | None = None) -> Targets:
-    """The loss record of a micro-step, constants in the log-probs' dtype and place."""
-
-    def constant(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(values)).to(logprob_K)
-
-    path_K = torch.from_numpy(micro_step.path.astype(np.int64)).to(logprob_K.device)
-    advantage = micro_step.advantage[micro_step.tree[micro_step.target]]
-    return Targets(
-        logprob_K, constant(micro_step.logprob), constant(advantage), constant(micro_step.weight), path_K,
-        int(micro_step.path.max()) + 1, entropy_K,
-    )  # fmt: skip
+def adamw(masters: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW in which only matrices decay."""
+    groups = [
+        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon
+    )
