@@ -35,7 +35,7 @@ class Ranks:
         told = {"kind": kind, "dtype": dtype, "stage": stage, **options}
         try:
             self._tell(told)
-            leading = LeadingBackend(follower.make(**told), self.channel)
+            leading = LeadingBackend(follower.make(**told), self.channel, ping_s=3600)
             yield leading
             leading.close()
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,7 @@ def make(kind: str, dtype: str, stage: int, tied: bool = True, weight_decay: flo
 
 def join(rank: int, num_ranks: int, store: Path) -> GlooChannel:
     """Meet the other ranks of a test through a file."""
+    os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     return GlooChannel()
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gyre.contracts.microstep import MicroStep
-from gyre.policy.attention import CausalAttention
 from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.passes import stand_by
 from gyre.trainer.backends.shards import gather, scatter
 from gyre.trainer.backends.torch import MOMENTS, adamw
 from gyre.trainer.loss import LossConfig
@@ -76,7 +76,7 @@ class FsdpBackend:
 
     def accumulate(self, part: MicroStep | None) -> dict[str, float]:
         if part is None:
-            stand_by(self.model, self._device).backward()
+            stand_by(self.model).backward()
             return {}
         output = tree_loss(self.model, part, self._loss)
         output.loss.backward()
@@ -175,13 +175,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a policy: its longest list of modules."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])
-
-
-def stand_by(model: PolicyModel, device: torch.device) -> torch.Tensor:
-    """A loss of 0 that passes through every parameter a micro-step passes through."""
-    ids = torch.zeros(2, dtype=torch.int64, device=device)
-    hidden = model(ids, torch.arange(2, device=device), CausalAttention([2]))
-    return model.logits(hidden).sum() * 0.0
 
 
 def _piece(master: nn.Parameter) -> torch.Tensor:
