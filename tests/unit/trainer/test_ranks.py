@@ -131,7 +131,7 @@ def test_a_state_before_any_update_has_no_moments_and_forgets_those_there_were(
 @pytest.mark.parametrize("kind, stage, dtype", WIDEST)
 def test_a_gradient_that_is_not_finite_changes_no_weight(two_ranks: Ranks, kind: str, stage: int, dtype: str) -> None:
     with two_ranks.lead(kind, dtype, stage) as two:
-        before = two.weights()
+        before = {n: t.clone() for n, t in two.weights().items()}
         arrays = exported(two)
         next(iter(arrays.values())).flat[-1] = np.inf
         two.add_gradients(arrays)

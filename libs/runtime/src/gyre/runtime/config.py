@@ -14,6 +14,7 @@ from gyre.contracts.errors import ConfigError
 from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
+from gyre.runtime.training import TrainingConfig, check_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class PolicyConfigRef:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of the engine's weights
     lora_rank: int = 0
     name: str = "policy"  # the model name harnesses see
+    implementation: Literal["gyre", "transformers"] = "gyre"  # whose code the trainer runs the model with
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,7 @@ class RunConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -302,6 +305,7 @@ def check_run(config: RunConfig) -> None:
     """Refuse what cannot work or is not built. Raises ConfigError."""
     check_id(config.name, "name")
     _check_not_built(config)
+    check_training(config.training, config.optimizer.compute_dtype)
     positive = {
         "steps": config.steps, "cells.count": config.cells.count,
         "burst.steps_per_burst": config.burst.steps_per_burst,
@@ -346,6 +350,9 @@ def _check_not_built(config: RunConfig) -> None:
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
     _check_choice("engine.backend", config.engine.backend, ("auto", "torch", "scripted"), BACKENDS_NOT_BUILT)
+    if config.policy.implementation == "transformers" and config.engine.backend != "scripted":
+        raise ConfigError(f"policy.implementation = 'transformers': the trainer can train such a policy, but engine.backend = "
+                          f"{config.engine.backend!r} cannot sample from it yet; use 'gyre', or engine.backend = 'scripted'")
     _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from gyre.contracts.errors import CheckpointError
-from gyre.policy.checkpoint import load_state, save_checkpoint
+from gyre.policy.checkpoint import ForeignPolicy, load_state, save_checkpoint
 from gyre.policy.config import PolicyConfig
 from safetensors.torch import load_file, save_file
 
@@ -47,7 +47,7 @@ class Checkpoint:
 def write_checkpoint(
     root: Path,
     version: int,
-    policy: PolicyConfig,
+    policy: PolicyConfig | ForeignPolicy,
     weights: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor],
     position: Mapping[str, Any],

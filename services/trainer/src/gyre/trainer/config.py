@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from gyre.contracts.errors import ConfigError
 from gyre.runtime.config import CheckpointConfig, Deployment, OptimizerConfig, RunConfig
+from gyre.runtime.training import TrainingConfig
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.step import MembershipRules
 
@@ -39,6 +41,8 @@ class TrainerConfig:
     loss: LossConfig
     optimizer: OptimizerConfig
     retention: CheckpointConfig
+    training: TrainingConfig = TrainingConfig()
+    implementation: Literal["gyre", "transformers"] = "gyre"
 
     @property
     def is_core(self) -> bool:
@@ -75,6 +79,8 @@ def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> Trainer
         loss=loss,
         optimizer=run.optimizer,
         retention=run.checkpoints,
+        training=run.training,
+        implementation=run.policy.implementation,
     )
 
 

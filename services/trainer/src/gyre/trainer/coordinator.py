@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from gyre.contracts.errors import CheckpointError
 from gyre.contracts.events import MicroStepRef
+from gyre.policy.checkpoint import ForeignPolicy
 from gyre.policy.config import PolicyConfig
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
@@ -64,7 +65,7 @@ class Coordinator:
     """Owns the claim table of the running attempt; the event loop serialises everything that touches it."""
 
     def __init__(
-        self, config: TrainerConfig, ledger: Ledger, backend: Backend, policy: PolicyConfig, transfer: Transfer,
+        self, config: TrainerConfig, ledger: Ledger, backend: Backend, policy: PolicyConfig | ForeignPolicy, transfer: Transfer,
         blobs: BlobStore, lock: DeviceLock, clock: Clock,
     ) -> None:  # fmt: skip
         self._config, self._ledger, self._backend, self._policy = config, ledger, backend, policy

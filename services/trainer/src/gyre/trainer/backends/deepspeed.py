@@ -32,7 +32,6 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from gyre.contracts.errors import ConfigError
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
@@ -66,7 +65,11 @@ class _Pass(nn.Module):
 
 
 class DeepSpeedBackend:
-    """`gyre.trainer.backends.ranks.RankBackend`. The default process group is the cell. float32 or bfloat16 policies."""
+    """`gyre.trainer.backends.ranks.RankBackend`. The default process group is the cell.
+
+    For policies in float32, or in bfloat16 with zero_stage 2 or 3: under ZeRO-1 DeepSpeed has another optimizer for
+    bfloat16, whose gradients cannot be set from outside (`gyre.runtime.training` refuses it).
+    """
 
     def __init__(
         self, model: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
@@ -77,7 +80,6 @@ class DeepSpeedBackend:
         self._parameters = dict(model.named_parameters())
         self._shapes = {n: tuple(p.shape) for n, p in self._parameters.items()}
         self._dtype = next(iter(self._parameters.values())).dtype
-        check_choice(self._dtype, zero_stage)
         self._trains = optimizer is not None
         masters = list(self._parameters.values())
         inner = adamw(masters, optimizer) if optimizer is not None else torch.optim.SGD(masters, lr=0.0)
@@ -229,15 +231,6 @@ class DeepSpeedBackend:
                 safe_set_full_optimizer_state(parameter, moment, key)
         for moments in self._states():
             moments["step"].fill_(float(step))
-
-
-def check_choice(dtype: torch.dtype, zero_stage: int) -> None:
-    """Raises ConfigError for what DeepSpeed cannot do exactly."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"optimizer.compute_dtype = {dtype}: the deepspeed backend takes float32 or bfloat16")
-    if dtype == torch.bfloat16 and zero_stage == 1:
-        # It then has another optimizer (BF16_Optimizer), whose gradients cannot be set from outside.
-        raise ConfigError("training.zero_stage = 1: with bfloat16 the deepspeed backend takes 2 or 3")
 
 
 def zero_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:

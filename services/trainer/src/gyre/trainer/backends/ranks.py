@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from gyre.contracts.codec import pack, unpack
 from gyre.contracts.microstep import MicroStep
+from gyre.trainer.backends.base import check_tensors
 from gyre.trainer.backends.split import split
 
 log = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ class LeadingBackend:
 
     def load_weights(self, state: Tensors) -> None:
         """Raises ValueError naming a missing or misshapen parameter; nothing has changed then."""
-        check_tensors(state, self._local.gradient_shapes())
+        check_tensors(state, {n: shape for n, (shape, _) in self._local.gradient_shapes().items()})
         with self._lock:
             self._tell(Call("load_weights"))
             self._local.load_weights(state)
@@ -264,15 +265,6 @@ def follow(local: RankBackend, channel: Channel) -> None:
                 getattr(local, method)()
             case Call(method) if method in _CALLS_WITH_DATA:
                 getattr(local, method)(None)
-
-
-def check_tensors(state: Tensors, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> None:
-    """Raises ValueError naming the first parameter that is missing or has another shape."""
-    for name, (shape, _) in shapes.items():
-        if name not in state:
-            raise ValueError(f"weights: {name} is missing; it must be there with shape {list(shape)}")
-        if tuple(state[name].shape) != shape:
-            raise ValueError(f"weights: {name} has shape {list(state[name].shape)}, must be {list(shape)}")
 
 
 def _add(totals: dict[str, float], sums: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gyre.contracts.microstep import MicroStep
-from gyre.policy.decoder import Decoder
+from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.loss import LossConfig
@@ -21,7 +21,7 @@ from gyre.trainer.loss import LossConfig
 class ReplicatedBackend:
     """`gyre.trainer.backends.ranks.RankBackend` of which each rank is a `TorchBackend`."""
 
-    def __init__(self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu") -> None:
+    def __init__(self, decoder: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu") -> None:
         self._leads = dist.get_rank() == 0
         self._one = TorchBackend(decoder, loss, optimizer if self._leads else None, device)
 

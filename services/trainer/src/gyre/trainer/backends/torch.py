@@ -1,17 +1,15 @@
-"""One process, plain torch: a `gyre.policy` decoder, gradients summed apart, AdamW on master weights in the core."""
+"""One process, plain torch: a policy's whole weights, gradients summed apart, AdamW on master weights in the core."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 from gyre.contracts.microstep import MicroStep
-from gyre.policy.checkpoint import load_decoder
-from gyre.policy.config import PolicyConfig
-from gyre.policy.decoder import Decoder, check_state
+from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.base import check_tensors
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.tree_loss import tree_loss
 
@@ -25,7 +23,7 @@ class TorchBackend:
     """
 
     def __init__(
-        self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu"
+        self, decoder: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu"
     ) -> None:
         """`optimizer` is given to the core only; a satellite has none."""
         self._device = torch.device(device)
@@ -36,17 +34,6 @@ class TorchBackend:
         self._sum_dtype = torch.promote_types(dtype, torch.float32)
         self._sums = {n: torch.zeros_like(p, dtype=self._sum_dtype) for n, p in self._parameters.items()}
         self._optimizer = None if optimizer is None else self._make_optimizer(optimizer)
-
-    @classmethod
-    def load(
-        cls, policy: Path, dtype: torch.dtype, loss: LossConfig, optimizer: OptimizerConfig | None, device: str
-    ) -> TorchBackend:
-        """From a Hugging Face directory."""
-        return cls(load_decoder(policy, dtype), loss, optimizer, device)
-
-    @property
-    def policy(self) -> PolicyConfig:
-        return self.decoder.config
 
     def wake(self) -> None:
         self._move(self._device)
@@ -115,7 +102,7 @@ class TorchBackend:
         return {n: p.detach().cpu() for n, p in self._parameters.items()}
 
     def load_weights(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_state(self.decoder.config, state)
+        check_tensors(state, {n: tuple(p.shape) for n, p in self._parameters.items()})
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state[name])
