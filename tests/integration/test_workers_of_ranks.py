@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,3 +89,40 @@ async def test_a_worker_ends_with_any_of_its_ranks_and_trains_the_reference_when
     cluster.start(0)
     await complete(cluster, 1)
     assert largest_error(await published(cluster), reference()) < 1e-12
+
+
+def worker(cluster: Cluster) -> list[str]:
+    files = ["--config", str(cluster.home / "run.toml"), "--deployment", str(cluster.home / "deployment.toml")]
+    return [sys.executable, "-m", "gyre.trainer.main", "worker", "--cell", "0", *files]
+
+
+def placed(cluster: Cluster, rank: int, port: int) -> subprocess.Popen[bytes]:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    return subprocess.Popen(worker(cluster), env=os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+
+async def test_ranks_that_a_launcher_has_placed_find_their_leader_and_end_with_it(cluster: Cluster) -> None:
+    """As torchrun does it: the same command for every rank, places in the environment."""
+    write(cluster, 'backend = "fsdp"\nranks = 2')
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    leader, follower = (placed(cluster, rank, port) for rank in (0, 1))
+    try:
+        await cluster.connect()
+        await cluster.say(burst(0, 0, STEPS), *to_train(0, 1))
+        await complete(cluster, 0, 1)
+        assert largest_error(await published(cluster), reference()) < 1e-12
+        leader.terminate()
+        assert (await asyncio.to_thread(leader.wait, DEADLINE_S), await asyncio.to_thread(follower.wait, DEADLINE_S)) == (0, 0)
+    finally:
+        leader.kill()
+        follower.kill()
+
+
+async def test_a_worker_with_another_number_of_ranks_than_configured_is_refused(cluster: Cluster) -> None:
+    write(cluster, "ranks = 3")
+    command = worker(cluster)
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
+    done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    assert "training.ranks = 3: this worker was started with WORLD_SIZE=2" in done.stderr

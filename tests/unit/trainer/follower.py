@@ -7,6 +7,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,14 @@ from trees import tiny_decoder
 TIMEOUT = timedelta(seconds=120)
 
 
-def make(kind: str, dtype: str, stage: int, tied: bool = True, weight_decay: float = 0.1, core: bool = True) -> RankBackend:
-    """One rank's backend over the tiny decoder."""
-    decoder = tiny_decoder(tied=tied).to(getattr(torch, dtype))
-    optimizer = OptimizerConfig(learning_rate=0.01, weight_decay=weight_decay) if core else None
+def make(kind: str, dtype: str, stage: int, tied: bool = True, core: bool = True, policy: str = "") -> RankBackend:
+    """One rank's backend over the tiny decoder, or over the model of transformers in the directory `policy`."""
+    decoder: Any = tiny_decoder(tied=tied).to(getattr(torch, dtype))
+    if policy:
+        from gyre.policy.hf import TransformersModel
+
+        decoder = TransformersModel.load(Path(policy), getattr(torch, dtype))
+    optimizer = OptimizerConfig(learning_rate=0.01, weight_decay=0.1) if core else None
     if kind == "fsdp":
         from gyre.trainer.backends.fsdp import FsdpBackend
 

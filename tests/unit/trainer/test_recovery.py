@@ -94,7 +94,8 @@ def test_what_the_checkpoint_holds_is_not_trained_again_even_if_nobody_was_told(
 
 def test_epochs_and_the_backlogs_number_go_on_where_they_were() -> None:
     run = FakeLedger(CORE)
-    run.hear(WorkerStarted(0), written(0), *to_train(0, 3), DevicesTaken(3, 0, 0), assign(0, 4, "rollout"), DevicesReleased(4, 0))
+    run.hear(WorkerStarted(0), written(0), *to_train(0, 3), DevicesTaken(3, 0, 0))
+    run.hear(assign(0, 4, "rollout"), DevicesReleased(4, 0))
     run.hear(*(group(g) for g in "abc"))
     serial = run.said(BacklogReported)[-1].serial
     again = rebuilt(run.published, [group(g) for g in "abc"])

@@ -15,7 +15,7 @@ from gyre.contracts.microstep import MicroStep
 def split(micro_step: MicroStep, num_ranks: int) -> list[MicroStep | None]:
     """One part per rank, None for a rank that nothing is left for; each target is in exactly one part.
 
-    Rank 0 always has a part. Balanced by visible (query, key) pairs.
+    Rank 0 always has a part. Balanced by visible (query, key) pairs. Tokens that lead to no target are left out.
     """
     if num_ranks == 1 or not micro_step.num_targets:
         return [micro_step, *[None] * (num_ranks - 1)]
