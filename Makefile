@@ -22,7 +22,8 @@ test-harness: setup  ## Run the tests that drive a real third-party harness, ins
 
 test-deepspeed: setup  ## Run the tests of the DeepSpeed backend, with DeepSpeed installed apart in .venv-deepspeed
 	@sh tools/setup_deepspeed.sh
-	@.venv-deepspeed/bin/python -m pytest tests/unit/trainer/test_ranks.py -k deepspeed $(ARGS)
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" .venv-deepspeed/bin/python -m pytest tests/unit/trainer/test_ranks.py \
+		tests/integration/test_workers_of_ranks.py -k deepspeed $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .
