@@ -127,6 +127,11 @@ class DepthFirst:
         self._ids_T = torch.from_numpy(micro_step.ids.astype(np.int64)).to(weight.device)
         self._positions_T = torch.from_numpy(micro_step.position.astype(np.int64)).to(weight.device)
 
+    @property
+    def path_bytes(self) -> int:
+        """Held for keys and values of one path and for their gradients."""
+        return self._path.values.nbytes + self._path.wanted.nbytes
+
     @torch.no_grad()
     def scores(self) -> TargetScores:
         """Log-prob and entropy of every target, without gradients."""
