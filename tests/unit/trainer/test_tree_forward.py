@@ -30,7 +30,7 @@ from trees import (
     tiny_decoder,
 )
 
-CONFIGS = [LossConfig(), LossConfig(kind="gspo"), LossConfig(reference="proximal", temperature=0.7)]
+CONFIGS = [LossConfig(kind="grpo"), LossConfig(kind="gspo"), LossConfig(kind="grpo", reference="proximal", temperature=0.7)]
 
 
 def attentions(micro_step: MicroStep) -> list[Attention]:

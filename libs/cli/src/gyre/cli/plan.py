@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from gyre.runtime.config import RunConfig
+from gyre.runtime.losses import describe_loss
 from gyre.runtime.settings import to_toml
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -32,6 +33,7 @@ def describe(config: RunConfig) -> str:
     lines = [to_toml(config), "# what this starts", *(f"#   {line}" for line in processes(config)), "#"]
     lines += [f"# outstanding groups Q = (phi + mu) * B = {burst.num_outstanding}, "
               f"{burst.num_outstanding * burst.executions_per_group} executions at once",
+              f"# loss: {describe_loss(config.loss)}",
               f"# staleness: at most {burst.staleness_limit} versions between dispatch and training",
               f"# bursts: {config.steps // burst.steps_per_burst} of {burst.steps_per_burst} steps, {cells} cells, "
               f"schedule {config.cells.schedule}"]

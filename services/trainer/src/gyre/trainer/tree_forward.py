@@ -152,15 +152,16 @@ def choose_attention(micro_step: MicroStep, device: torch.device | str = "cpu") 
 
 @dataclass(frozen=True)
 class TargetScores:
-    """logprob_K with gradient and entropy_K without, of the micro-step's targets in order."""
+    """logprob_K with gradient and entropy_K (with gradient where it was asked for), of the targets in order."""
 
     logprob_K: torch.Tensor
     entropy_K: torch.Tensor
 
 
 def score_targets(
-    decoder: Decoder, micro_step: MicroStep, attention: Attention, temperature: float = 1.0
-) -> TargetScores:
+    decoder: Decoder, micro_step: MicroStep, attention: Attention, temperature: float = 1.0, *,
+    entropy_gradient: bool = False,
+) -> TargetScores:  # fmt: skip
     """Log-probs of the targets on the tree; logits exist for targets only, in at least float32."""
     device = decoder.model.embed_tokens.weight.device
     ids_T = torch.from_numpy(micro_step.ids.astype(np.int64)).to(device)
@@ -172,6 +173,6 @@ def score_targets(
     logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32)) / temperature
     logprobs_KV = F.log_softmax(logits_KV, dim=-1)
     logprob_K = logprobs_KV.gather(1, ids_T[target_K].unsqueeze(1)).squeeze(1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_K = -(logprobs_KV.exp() * logprobs_KV).sum(-1)
     return TargetScores(logprob_K, entropy_K)
