@@ -9,7 +9,7 @@ from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.backends.torch import TorchBackend, targets_of
 from gyre.trainer.loss import LossConfig, loss_gradient, policy_loss
 from gyre.trainer.tree_forward import DenseTrees, score_targets
-from records import ALL_LOSSES
+from records import ALL_LOSSES, targets
 from trees import expanded_loss, gradients, random_micro_step, relative_error, tiny_decoder
 
 
@@ -59,15 +59,21 @@ def test_the_record_that_is_asked_stays_as_it_was() -> None:
     assert not record.logprob_K.requires_grad and record.entropy_K is not None and not record.entropy_K.requires_grad
 
 
-def test_every_target_has_the_advantage_of_its_own_execution_and_nothing_else_has_any() -> None:
-    """Targets of masks [0, 1, 1] and [1, 1, 1] get the advantage 1, and only they."""
+def test_every_target_has_the_advantage_of_its_own_execution() -> None:
     micro_step = random_micro_step(5, num_trees=3)
     advantage_K = micro_step.advantage[micro_step.tree[micro_step.target]]
     _, dlogprob_K, _ = loss_gradient(
         targets_of(micro_step, torch.zeros(micro_step.num_targets, dtype=torch.float64)), LossConfig(kind="reinforce")
     )
     np.testing.assert_allclose(dlogprob_K.numpy(), -(advantage_K * micro_step.weight), rtol=1e-6)
-    assert len(dlogprob_K) == len(micro_step.target)
+
+
+def test_an_advantage_reaches_what_counts_and_nothing_else() -> None:
+    """Rows with masks [0, 1, 1] and [1, 1, 1] and A = 1 have the advantages [0, 1, 1] and [1, 1, 1]."""
+    record = targets([0.0] * 6, [1.0] * 6, [0.0, 0.5, 0.5, 1 / 3, 1 / 3, 1 / 3], [0, 0, 0, 1, 1, 1])
+    for kind in ("grpo", "gspo", "reinforce", "cispo"):
+        _, dlogprob_K, _ = loss_gradient(record, LossConfig(kind=kind, aggregation="token"))  # type: ignore[arg-type]
+        assert dlogprob_K.tolist() == pytest.approx([0, -1, -1, -1, -1, -1], rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "rloo"])

@@ -42,7 +42,7 @@ def tree_loss(decoder: Decoder, micro_step: MicroStep, attention: Attention, con
     return policy_loss(targets_of(micro_step, scores.logprob_K), config).loss
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["token_clip", "gspo", "proximal"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["grpo", "gspo", "proximal"])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_tree_has_the_loss_and_gradients_of_its_expanded_paths(seed: int, config: LossConfig) -> None:
     micro_step, decoder = random_micro_step(seed), tiny_decoder(seed)
