@@ -208,7 +208,7 @@ async def test_every_aggregation_is_exact_under_any_number_of_cells(tmp_path: Pa
         assert all(0 < m["ess"] <= 1 for m in metrics)
 
 
-async def test_a_step_whose_clip_acts_on_most_targets_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_step_whose_clip_acts_on_most_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loss = LossConfig(kind="cispo", clip_low=0.0, clip_high=0.0)
     async with cluster(tmp_path, 0, loss=loss) as run:
         for step in range(STEPS):

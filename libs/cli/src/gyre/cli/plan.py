@@ -55,7 +55,9 @@ def memory(config: RunConfig) -> list[str]:
     if num is None:
         return ["# memory: unknown until the checkpoint exists"]
     weights = num * BYTES[config.policy.dtype] / 1e6
+    reference = num * BYTES[config.optimizer.compute_dtype] / 1e6 if config.loss.has_reference_policy else 0.0
     master, gradients, moments = num * 4 / 1e6, num * 4 / 1e6, num * 8 / 1e6
     return [f"# memory per cell: engine weights {weights:.1f} MB, KV pool of {config.engine.kv_tokens} tokens; "
-            f"trainer master {master:.1f} + gradients {gradients:.1f} MB, core also optimizer {moments:.1f} MB "
+            f"trainer master {master:.1f} + gradients {gradients:.1f} MB"
+            + (f" + reference policy {reference:.1f} MB" if reference else "") + f", core also optimizer {moments:.1f} MB "
             f"({num:,} parameters)"]
