@@ -51,7 +51,7 @@ def test_the_tree_has_the_loss_and_gradients_of_its_expanded_paths(seed: int, co
     want_grads = gradients(decoder, want)
     for attention in attentions(micro_step):
         got = tree_loss(decoder, micro_step, attention, config)
-        assert abs(float(got - want)) <= 1e-12 * abs(float(want))
+        assert abs((got - want).item()) <= 1e-12 * abs(want.item())
         assert relative_error(gradients(decoder, got), want_grads) < 1e-12
 
 
@@ -93,7 +93,7 @@ def test_leaving_the_first_label_of_a_branch_unscored_changes_the_loss() -> None
                       weight=whole.weight[keep])  # fmt: skip
     decoder = tiny_decoder()
     full, less = (tree_loss(decoder, m, DenseTrees(m), LossConfig()) for m in (whole, partial))
-    assert abs(float(full - less)) > 1e-6
+    assert abs((full - less).item()) > 1e-6
 
 
 def test_a_siblings_tokens_change_nothing_and_an_ancestors_change_everything_below() -> None:
