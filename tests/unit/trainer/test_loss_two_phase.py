@@ -1,16 +1,20 @@
 """dL/dlogp and dL/dentropy per target stand for the loss: both ways give every parameter the same gradient."""
 
-import dataclasses
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gyre.contracts.errors import ConfigError
+from gyre.policy.checkpoint import save_checkpoint
+from gyre.policy.decoder import Decoder
 from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.backends.torch import TorchBackend, targets_of
 from gyre.trainer.loss import LossConfig, loss_gradient, policy_loss
 from gyre.trainer.tree_forward import DenseTrees, score_targets
 from records import ALL_LOSSES, targets
-from trees import expanded_loss, gradients, random_micro_step, relative_error, tiny_decoder
+from trees import TINY, expanded_loss, gradients, random_micro_step, relative_error, tiny_decoder
 
 
 def name(config: LossConfig) -> str:
@@ -48,7 +52,7 @@ def near_policy(micro_step: object, seed: int) -> object:
     with torch.no_grad():
         logprob = score_targets(tiny_decoder(), micro_step, DenseTrees(micro_step)).logprob_K.numpy()
     noise = np.random.default_rng(seed).normal(0.0, 0.4, len(logprob))
-    return dataclasses.replace(micro_step, logprob=(logprob + noise).astype(np.float32))
+    return replace(micro_step, logprob=(logprob + noise).astype(np.float32))
 
 
 def test_the_record_that_is_asked_stays_as_it_was() -> None:
@@ -109,3 +113,19 @@ def test_a_kl_and_an_entropy_on_the_tree_are_those_of_its_expanded_paths() -> No
     want = expanded_loss(decoder, micro_step, config, reference)
     assert got.item() == pytest.approx(want.item(), rel=1e-12)
     assert relative_error(gradients(decoder, got), gradients(decoder, want)) < 1e-12
+
+
+def test_a_kl_may_be_to_a_policy_from_elsewhere_with_the_same_vocabulary(tmp_path: Path) -> None:
+    config = LossConfig(kl_coefficient=0.5, temperature=0.7)
+    for number, decoder in enumerate((tiny_decoder(), tiny_decoder(3), Decoder.create(replace(TINY, vocab_size=5), 0))):
+        save_checkpoint(tmp_path / str(number), decoder.config, decoder.state_dict())
+    places = (tmp_path / "0", torch.float64, config, None, "cpu")
+    micro_step = random_micro_step(2)
+    sums = TorchBackend.load(*places, tmp_path / "1").accumulate(micro_step)
+    attention = DenseTrees(micro_step)
+    with torch.no_grad():
+        logprob_K, reference_K = (score_targets(tiny_decoder(s), micro_step, attention, 0.7).logprob_K for s in (0, 3))
+    assert sums["reference_kl_k1"] == pytest.approx((logprob_K - reference_K).sum().item(), rel=1e-12)
+    assert TorchBackend.load(*places).accumulate(micro_step)["reference_kl_k1"] == 0.0
+    with pytest.raises(ConfigError, match="loss.kl_reference = .* has 5 tokens in its vocabulary, the policy 37"):
+        TorchBackend.load(*places, tmp_path / "2")
