@@ -43,7 +43,9 @@ PURE: dict[str, tuple[str, ...]] = {
     "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "metrics", "step")),
     "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
         "admission", "completion", "config", "group", "inspection", "packing", "reading", "record", "roles", "said",
-        "state", "targets", "tree", "workload")),
+        "state", "targets", "tree", "workload", *(f"portable/{part}" for part in (
+            "atif", "claude_code", "deltas", "document", "fields", "formats", "prefix_hashes", "records", "session",
+            "spelling", "swe_agent")))),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "subprocess"),

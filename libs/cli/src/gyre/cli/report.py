@@ -82,7 +82,8 @@ def render_report(ledger: RunLedger, context: ReportContext) -> str:
         timed_out_case(timed_out(ledger), sources), _balance(checks), _cells(ledger), trees_section(ledger),
         _optimisation(ledger), _again(context),
     ]
-    style = resources.files("gyre.cli").joinpath("report.css").read_text(encoding="utf-8")
+    style = "".join(resources.files("gyre.cli").joinpath(name).read_text(encoding="utf-8")
+                    for name in ("report.css", "drawing.css"))
     head = join((el("meta", charset="utf-8"),
                  el("meta", name="viewport", content="width=device-width, initial-scale=1"),
                  el("title", f"{context.config.name} · OpenGyre run report"), el("style", Html(style))))

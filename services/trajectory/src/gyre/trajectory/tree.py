@@ -129,7 +129,7 @@ class _Forest:
         at = 0
         while at < len(ids):
             offset = self.low[node] + depth - self.start[node]
-            same = _common(self.source[node][offset:self.high[node]], ids[at:])
+            same = common_prefix(self.source[node][offset:self.high[node]], ids[at:])
             at, depth = at + same, depth + same
             if at == len(ids):
                 break
@@ -162,7 +162,7 @@ class _Forest:
         return above
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Length of the longest common prefix of two id vectors."""
     num = min(len(one), len(other))
     if num == 0 or one[0] != other[0]:

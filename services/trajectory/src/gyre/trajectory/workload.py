@@ -264,7 +264,7 @@ class _Session:
             agent.whole.hexdigest(), evidence=agent.evidence))
         self.roles.append(role)
         self.agents.append(agent.name)
-        agent.base, agent.keep, agent.delta, agent.evidence = name, prompt, (), CallEvidence()
+        agent.base, agent.keep, agent.delta, agent.evidence = name, prompt, (), CallEvidence(continues=True)
         return answer
 
     def _piece(self, size: int) -> np.ndarray:
