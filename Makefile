@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-harness test-trl lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -19,6 +19,11 @@ test: lint gen-check  ## Lint, check generated code, run every test that needs n
 test-harness: setup  ## Run the tests that drive a real third-party harness, installed apart in .venv-harness
 	@sh tools/setup_harness.sh
 	@GYRE_TEST_HARNESS_BIN='$(CURDIR)/.venv-harness/bin' $(BIN)/python -m pytest -m harness $(ARGS)
+
+test-trl: setup  ## Compare the losses with those of TRL, installed apart in .venv-trl
+	@sh tools/setup_trl.sh
+	@PYTHONPATH=libs/contracts/src:libs/runtime/src:services/trainer/src .venv-trl/bin/python -m pytest -s \
+		--override-ini=addopts= --import-mode=importlib --disable-warnings --confcutdir=tests/optional tests/optional/test_trl_losses.py $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .

@@ -66,7 +66,7 @@ steps_per_burst = 2
 groups_per_step = 2
 executions_per_group = 4
 [loss]
-kind = "token_clip"
+kind = "grpo"
 [optimizer]
 learning_rate = 0.01
 compute_dtype = "float64"
@@ -178,7 +178,7 @@ def reference() -> dict[str, torch.Tensor]:
     from gyre.trainer.backends.torch import TorchBackend
     from gyre.trainer.loss import LossConfig
 
-    backend = TorchBackend(tiny_decoder(), LossConfig(), OptimizerConfig(learning_rate=0.01))
+    backend = TorchBackend(tiny_decoder(), LossConfig(kind="grpo"), OptimizerConfig(learning_rate=0.01))
     for step in range(STEPS):
         for index in range(GROUPS_PER_STEP):
             for m in range(MICRO_STEPS_PER_GROUP):

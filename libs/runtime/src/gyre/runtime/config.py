@@ -13,6 +13,7 @@ from typing import Literal
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
+from gyre.runtime.losses import LossConfig, check_loss
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
 
 
@@ -105,20 +106,6 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LossConfig:
-    """The policy loss."""
-
-    kind: Literal["gspo", "token_clip"] = "gspo"
-    clip_low: float = 0.2  # token_clip: ratio not below 1 - clip_low
-    clip_high: float = 0.28  # token_clip: ratio not above 1 + clip_high
-    sequence_clip_low: float = 0.005  # gspo
-    sequence_clip_high: float = 0.005  # gspo
-    weight_cap: float = 5.0  # gspo: token importance weight
-    kl_coefficient: float = 0.0
-    entropy_coefficient: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """AdamW on fp32 master weights."""
 
@@ -193,6 +180,13 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """How a worker trains micro-steps; the gradient does not depend on it."""
+
+    memory_gib: float = 2.0  # held for backward by one micro-step; beyond it layers are made again, then paths; 0: no bound
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """Durable checkpoints at burst ends."""
 
@@ -227,6 +221,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
@@ -302,6 +297,7 @@ def check_run(config: RunConfig) -> None:
     """Refuse what cannot work or is not built. Raises ConfigError."""
     check_id(config.name, "name")
     _check_not_built(config)
+    check_loss(config.loss, config.admission.advantage)
     positive = {
         "steps": config.steps, "cells.count": config.cells.count,
         "burst.steps_per_burst": config.burst.steps_per_burst,
@@ -315,6 +311,7 @@ def check_run(config: RunConfig) -> None:
         if value <= 0:
             raise ConfigError(f"{key} = {value}: must be greater than 0")
     for key, value in {"burst.phi": config.burst.phi, "admission.max_paths": config.admission.max_paths,
+                       "training.memory_gib": config.training.memory_gib,
                        "optimizer.learning_rate": config.optimizer.learning_rate,
                        "evaluation.num_tasks": config.evaluation.num_tasks}.items():
         if value < 0:
@@ -349,9 +346,6 @@ def _check_not_built(config: RunConfig) -> None:
     _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")
-    for key in ("kl_coefficient", "entropy_coefficient"):
-        if getattr(config.loss, key):
-            raise ConfigError(f"loss.{key}: not built yet; use 0")
     if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
         raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")

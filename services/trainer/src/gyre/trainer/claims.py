@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from gyre.contracts.events import MicroStepRef
+from gyre.trainer.metrics import add_sums
 
 
 class Verdict(Enum):
@@ -173,8 +174,7 @@ class ClaimTable:
         """Metrics summed over the completed micro-steps, in micro-step order, so that they do not depend on timing."""
         totals: dict[str, float] = {}
         for name in sorted(self._sums):
-            for key, value in self._sums[name][1].items():
-                totals[key] = totals.get(key, 0.0) + value
+            add_sums(totals, self._sums[name][1])
         return totals
 
     def micro_steps_by_cell(self) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ class TrainerConfig:
     loss: LossConfig
     optimizer: OptimizerConfig
     retention: CheckpointConfig
+    memory_bytes: float = math.inf  # what backward may hold for one micro-step
 
     @property
     def is_core(self) -> bool:
@@ -52,15 +53,7 @@ class TrainerConfig:
 
 def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> TrainerConfig:
     """Resolve one worker's configuration; `run.policy.checkpoint` is taken as given (absolute, or from the cwd)."""
-    loss = LossConfig(
-        kind=run.loss.kind,
-        clip_low=run.loss.clip_low,
-        clip_high=run.loss.clip_high,
-        sequence_low=1.0 - run.loss.sequence_clip_low,
-        sequence_high=1.0 + run.loss.sequence_clip_high,
-        token_weight_cap=run.loss.weight_cap,
-        temperature=run.sampling.temperature,
-    )
+    loss = LossConfig(**asdict(run.loss), temperature=run.sampling.temperature)
     return TrainerConfig(
         cell=cell,
         cells=run.cells.count,
@@ -72,9 +65,10 @@ def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> Trainer
         blobs=deployment.blobs,
         total_steps=run.steps,
         rules=MembershipRules(run.burst.groups_per_step, run.burst.staleness_limit),
-        loss=loss,
+        loss=loss.resolved(),
         optimizer=run.optimizer,
         retention=run.checkpoints,
+        memory_bytes=run.training.memory_gib * 2**30 or math.inf,
     )
 
 

@@ -39,6 +39,7 @@ from gyre.trainer.core import (
     WorkerStarted,
 )
 from gyre.trainer.ledger import Ledger
+from gyre.trainer.metrics import clip_warning
 from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights
 from gyre.transfer import Transfer
@@ -208,14 +209,24 @@ class Coordinator:
         if not table.complete_sum:
             return False
         plan = self._ledger.state.plan
+        scale = self._config.loss.scale(plan.num_scored, plan.num_targets)
         rate = learning_rate(table.step, self._config.optimizer, self._config.total_steps)
         update = await asyncio.to_thread(
-            apply_update, self._backend, table, plan.num_scored, rate, self._config.optimizer.max_grad_norm
+            apply_update, self._backend, table, scale, rate, self._config.optimizer.max_grad_norm
         )
         await self._drop_table()
         await self._ledger.submit(_trained(table, update))
-        log.info("step %d: M %d, norm %.4g, loss %.4g", table.step, plan.num_scored, update.grad_norm, update.loss)
+        self._tell(table.step, plan.num_scored, update)
         return True
+
+    def _tell(self, step: int, num_scored: int, update: Update) -> None:
+        log.info(
+            "step %d: M %d, norm %.4g, loss %.4g, clip %.1f %%", step, num_scored, update.grad_norm, update.loss,
+            100 * update.metrics.get("clipped", 0.0),
+        )  # fmt: skip
+        loss = self._config.loss
+        if warning := clip_warning(update.metrics, loss.kind, (loss.clip_low, loss.clip_high)):
+            log.warning("step %d: %s", step, warning)
 
     async def _pause(self) -> None:
         """Until the ledger changes or a moment has passed (leases end without an event)."""

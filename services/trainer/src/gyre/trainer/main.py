@@ -29,8 +29,10 @@ async def worker(process: runtime.Process) -> None:
     cell, deployment = process.index, process.deployment
     config = trainer_config(process.config, deployment, cell)
     config = replace(config, policy=process.config_dir / config.policy)
+    reference = process.config_dir / config.loss.kl_reference if config.loss.kl_reference else None
     optimizer = config.optimizer if config.is_core else None
-    backend = TorchBackend.load(config.policy, config.dtype, config.loss, optimizer, config.device)
+    backend = TorchBackend.load(config.policy, config.dtype, config.loss, optimizer, config.device, reference,
+                                config.memory_bytes)
     lock = DeviceLock(config.cells_dir, cell, "trainer")
     with open_transfer(process.name, config.cells_dir, deployment.transfers[cell]) as transfer:
         service = await open_ledger(process, config, lambda trace: shell.attend(trace))

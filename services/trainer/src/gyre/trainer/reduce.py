@@ -1,6 +1,7 @@
 """The reduction: other workers' gradient sums are read one-sided, checked and added, in cell order; then one update.
 
-G = sum over micro-steps of g_m, whoever computed them; it is scaled once by 1 / M, and clipped after that.
+G = sum over micro-steps of g_m, whoever computed them; it is scaled once, by 1 / M or what else the loss is a mean
+over, and clipped after that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from gyre.trainer.backends.base import Backend
 from gyre.trainer.claims import ClaimTable
+from gyre.trainer.metrics import means
 from gyre.trainer.weights import descriptor_of
 from gyre.transfer import LayoutMismatch, Transfer, TransferError
 
@@ -56,7 +58,7 @@ async def add_offers(
 
 @dataclass(frozen=True)
 class Update:
-    """What one update did. `updated` is False when there was nothing to train or the gradient was not finite."""
+    """What one update did. `updated` is False when the gradient was 0 (nothing to train) or not finite."""
 
     updated: bool
     loss: float
@@ -68,21 +70,21 @@ class Update:
 
 
 def apply_update(
-    backend: Backend, table: ClaimTable, num_scored: int, learning_rate: float, max_grad_norm: float
+    backend: Backend, table: ClaimTable, scale: float, learning_rate: float, max_grad_norm: float
 ) -> Update:
-    """Scale the complete sum by 1 / M, clip, update. Nothing to train: the step counts without an update."""
+    """Scale the complete sum (0: there is none), clip, update. Nothing to train: the step counts without an update."""
     totals = table.totals()
     num_targets, num_tokens = int(totals.pop("num_targets", 0)), int(totals.pop("num_tokens", 0))
     loss = totals.pop("loss", 0.0)
-    if num_scored == 0 or table.num_micro_steps == 0:
+    if scale == 0.0 or table.num_micro_steps == 0:
         backend.zero_gradients()
         return Update(False, 0.0, 0.0, learning_rate, 0, 0, {})
-    norm = backend.update(1.0 / num_scored, learning_rate, max_grad_norm)
-    metrics = {name: value / max(num_targets, 1) for name, value in totals.items()}
-    updated = math.isfinite(norm)
-    if not updated:
+    norm = backend.update(scale, learning_rate, max_grad_norm)
+    metrics = means(totals, num_targets, table.step)
+    is_finite = math.isfinite(norm)
+    if not is_finite:
         log.error("step %d: the gradient is not finite, the update is skipped", table.step)
         metrics["not_finite"] = 1.0
     return Update(
-        updated, loss / num_scored, norm if updated else 0.0, learning_rate, num_targets, num_tokens, metrics
+        is_finite and norm > 0.0, loss * scale, norm if is_finite else 0.0, learning_rate, num_targets, num_tokens, metrics
     )

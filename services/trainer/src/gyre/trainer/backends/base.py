@@ -27,7 +27,7 @@ class Backend(Protocol):
     def zero_gradients(self) -> None: ...
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
-        """Add the micro-step's gradient; all or nothing. Returns metric sums over its targets."""
+        """Add the micro-step's gradient; all or nothing. Returns sums for `gyre.trainer.metrics`."""
         ...
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -43,7 +43,7 @@ class Backend(Protocol):
         ...
 
     def update(self, scale: float, learning_rate: float, max_grad_norm: float) -> float:
-        """Scale the sum once, clip, update, zero; returns the norm before clipping (not finite: nothing was done)."""
+        """Scale the sum once, clip, update, zero; returns the norm before clipping (0 or not finite: nothing was done)."""
         ...
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from gyre.contracts.errors import ConfigError
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.checkpoint import load_decoder
 from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder, check_state
 from gyre.runtime.config import OptimizerConfig
-from gyre.trainer.loss import LossConfig, Targets, policy_loss
-from gyre.trainer.tree_forward import choose_attention, score_targets
+from gyre.trainer.loss import LossConfig
+from gyre.trainer.tree_training import TreeTraining, sink_into
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -25,9 +28,11 @@ class TorchBackend:
     """
 
     def __init__(
-        self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu"
-    ) -> None:
-        """`optimizer` is given to the core only; a satellite has none."""
+        self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
+        reference: Decoder | None = None, memory_bytes: float = math.inf,
+    ) -> None:  # fmt: skip
+        """`optimizer` is given to the core only; a satellite has none. `reference`: the policy that a KL is taken to;
+        without one it is `decoder` as it is given here. `memory_bytes`: what one micro-step may hold for backward."""
         self._device = torch.device(device)
         self.decoder = decoder
         self._loss = loss
@@ -35,14 +40,28 @@ class TorchBackend:
         dtype = next(iter(self._parameters.values())).dtype
         self._sum_dtype = torch.promote_types(dtype, torch.float32)
         self._sums = {n: torch.zeros_like(p, dtype=self._sum_dtype) for n, p in self._parameters.items()}
+        self._reference: Decoder | None = None
+        if loss.has_reference_policy:
+            self._reference = (reference or copy.deepcopy(decoder)).requires_grad_(False)
+        self._training = TreeTraining(decoder, loss, memory_bytes, self._reference)
         self._optimizer = None if optimizer is None else self._make_optimizer(optimizer)
 
     @classmethod
     def load(
-        cls, policy: Path, dtype: torch.dtype, loss: LossConfig, optimizer: OptimizerConfig | None, device: str
-    ) -> TorchBackend:
-        """From a Hugging Face directory."""
-        return cls(load_decoder(policy, dtype), loss, optimizer, device)
+        cls, policy: Path, dtype: torch.dtype, loss: LossConfig, optimizer: OptimizerConfig | None, device: str,
+        reference: Path | None = None, memory_bytes: float = math.inf,
+    ) -> TorchBackend:  # fmt: skip
+        """From Hugging Face directories. Raises ConfigError if the reference policy has another vocabulary."""
+        decoder = load_decoder(policy, dtype)
+        if reference is None or not loss.has_reference_policy:
+            return cls(decoder, loss, optimizer, device, memory_bytes=memory_bytes)
+        other = load_decoder(reference, dtype)
+        if other.config.vocab_size != decoder.config.vocab_size:
+            raise ConfigError(
+                f"loss.kl_reference = {str(reference)!r}: has {other.config.vocab_size} tokens in its vocabulary, the policy "
+                f"{decoder.config.vocab_size}"
+            )
+        return cls(decoder, loss, optimizer, device, other, memory_bytes)
 
     @property
     def policy(self) -> PolicyConfig:
@@ -62,7 +81,9 @@ class TorchBackend:
             return
         moments = [] if self._optimizer is None else [s[k] for s in self._optimizer.state.values() for k in _MOMENTS[:2]]
         masters = [] if self._optimizer is None else list(self._masters.values())
-        for tensor in {id(t): t for t in (*self._parameters.values(), *masters, *self._sums.values(), *moments)}.values():
+        beside = [] if self._reference is None else list(self._reference.parameters())
+        moved = (*self._parameters.values(), *masters, *self._sums.values(), *moments, *beside)
+        for tensor in {id(t): t for t in moved}.values():
             tensor.data = tensor.data.to(device)
 
     def zero_gradients(self) -> None:
@@ -70,14 +91,7 @@ class TorchBackend:
             total.zero_()
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
-        attention = choose_attention(micro_step, next(iter(self._parameters.values())).device)
-        scores = score_targets(self.decoder, micro_step, attention, self._loss.temperature)
-        output = policy_loss(targets_of(micro_step, scores.logprob_K, scores.entropy_K), self._loss)
-        grads = torch.autograd.grad(output.loss, list(self._parameters.values()), allow_unused=True)
-        for total, grad in zip(self._sums.values(), grads, strict=True):
-            if grad is not None:
-                total.add_(grad)
-        return {**output.sums, "num_tokens": float(micro_step.num_tokens)}
+        return self._training.accumulate(micro_step, sink_into(self._sums))
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         return {n: (tuple(t.shape), t[:0].cpu().numpy().dtype) for n, t in self._sums.items()}
@@ -94,8 +108,8 @@ class TorchBackend:
         if self._optimizer is None:
             raise RuntimeError("only the core cell's backend has an optimizer")
         norm = torch.stack([total.mul_(scale).norm() for total in self._sums.values()]).norm()
-        if torch.isfinite(norm):
-            self._apply(learning_rate, min(1.0, max_grad_norm / float(norm)) if max_grad_norm > 0 and norm else 1.0)
+        if torch.isfinite(norm) and norm > 0:  # a gradient of 0 has nothing to say; AdamW would move all the same
+            self._apply(learning_rate, min(1.0, max_grad_norm / float(norm)) if max_grad_norm > 0 else 1.0)
         self.zero_gradients()
         return float(norm)
 
@@ -165,17 +179,3 @@ class TorchBackend:
 def _beside(moment: torch.Tensor, key: str, master: torch.Tensor) -> torch.Tensor:
     """AdamW counts steps on the host and keeps moments beside the weights."""
     return moment if key == "step" else moment.to(master.device)
-
-
-def targets_of(micro_step: MicroStep, logprob_K: torch.Tensor, entropy_K: torch.Tensor | None = None) -> Targets:
-    """The loss record of a micro-step, constants in the log-probs' dtype and place."""
-
-    def constant(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(values)).to(logprob_K)
-
-    path_K = torch.from_numpy(micro_step.path.astype(np.int64)).to(logprob_K.device)
-    advantage = micro_step.advantage[micro_step.tree[micro_step.target]]
-    return Targets(
-        logprob_K, constant(micro_step.logprob), constant(advantage), constant(micro_step.weight), path_K,
-        int(micro_step.path.max()) + 1, entropy_K,
-    )  # fmt: skip
