@@ -101,6 +101,12 @@ def test_a_call_record_of_other_arrays_cannot_be_made(change, says):
     ({"spans": (e.VersionSpan(0, 1, 3),)}, "do not cover 2 output tokens"),
     ({"spans": (e.VersionSpan(0, 2, 3), e.VersionSpan(1, 2, 3))}, "do not cover"),
     ({"spans": ()}, "do not cover"),
+    ({"spans": (e.VersionSpan(0, 2, 3), e.VersionSpan(2, 1, 3), e.VersionSpan(1, 2, 3))}, "ends before it begins"),
+    ({"spans": (e.VersionSpan(0, -5, 3), e.VersionSpan(-5, 2, 3))}, "ends before it begins"),
+    ({"spans": (e.VersionSpan(0, 2, 2**31),)}, r"version is not in [0, 2^31)"),
+    ({"spans": (e.VersionSpan(0, 2, -1),)}, "version is not in"),
+    ({"output_ids": np.array([4, -2], np.int32)}, "token id -2 is negative"),
+    ({"prompt_delta": -samples.CALL.prompt_delta - 1}, "is negative"),
 ])
 def test_the_fault_of_a_call_record_that_contradicts_itself_is_named(change, says):
     """It can still be read: whoever refuses it has to know whose execution it spoils."""
