@@ -116,6 +116,20 @@ def test_the_fault_of_a_call_record_that_contradicts_itself_is_named(change, say
     assert e.call_fault(samples.CALL) == ""
 
 
+@pytest.mark.parametrize("fact, says", [
+    (replace(samples.CALL, group="g/1"), "CallRecorded.group: 'g/1' is not an id"),
+    (replace(samples.CALL, execution="../x"), "CallRecorded.execution: '../x' is not an id"),
+    (e.GroupDispatched("g1", 0, "q", "t", "train", 0, (e.ExecutionSpec("x/1", 0, 1.0, 1.0),)),
+     "GroupDispatched.executions: 'x/1' is not an id"),
+])
+def test_a_fact_of_a_group_or_execution_that_is_no_name_is_not_read(fact, says):
+    """It would become a path outside its folder, or a subject of another shape."""
+    envelope = {"v": 1, "type": row_of(fact).type, "id": "i", "run": "r", "source": "s", "time": 1, "key": "k",
+                "data": codec.to_plain(fact)}
+    with pytest.raises(BrokenBody, match=says):
+        codec.decode(msgpack.packb(envelope))
+
+
 def test_an_empty_output_needs_no_spans():
     fields = {name: getattr(samples.CALL, name) for name in samples.CALL.__dataclass_fields__}
     empty = {"output_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32),
