@@ -181,6 +181,12 @@ def test_streams_have_one_owner_and_do_not_overlap():
     assert len({s.name for s in STREAMS}) == len({s.domain for s in STREAMS}) == len(STREAMS)
 
 
+def test_the_error_of_a_wrong_name_is_short():
+    with pytest.raises(InvalidId) as raised:
+        check_id("g" * 600_000, "group")
+    assert str(raised.value) == f"group: {'g' * 80!r} is not an id; use 1 to 64 of A-Z a-z 0-9 _ -"
+
+
 @pytest.mark.parametrize("bad", ["", "a.b", "a b", "x" * 65, "a*", "a>", "ä", None])
 def test_ids_that_would_break_a_subject_are_refused(bad):
     with pytest.raises(InvalidId, match="run"):
