@@ -133,11 +133,11 @@ def generate(seed: int, split: str, index: int) -> Query:
     while split_of(pattern) != split:
         pattern = random_pattern(rng)
     themes = rng.sample(range(len(THEMES)), len(NAMES))
-    modules = tuple(_module(rng, *each) for each in zip(NAMES, pattern, themes, strict=True))
+    modules = tuple(random_module(rng, *each) for each in zip(NAMES, pattern, themes, strict=True))
     return Query(split, index, modules)
 
 
-def _module(rng: random.Random, name: str, kind: int, theme: int) -> Module:
+def random_module(rng: random.Random, name: str, kind: int, theme: int) -> Module:
     constant = rng.randint(2, 9)
     wrong = rng.choice([value for value in range(2, 10) if value != constant])
     return Module(name, kind, theme, constant, wrong, rng.randint(0, 1))

@@ -1,0 +1,68 @@
+"""The queries of the clinic with sub-agents: three directories of three tiny modules, generated from a seed.
+
+Every directory has two or three of the clinic's bugs. Its bugs are its *pattern*; patterns are divided between the
+splits, so no directory of a held-out query starts as one that was ever trained.
+
+    python agents_tasks.py --root runs/clinic-agents/tasks --seed 0 --train 480 --held-out 64
+
+writes `<root>/<split>/<task>/{instruction.md, task.toml, workspace/, tests/, solution/}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "clinic"))
+
+import tasks as clinic  # noqa: E402
+
+DIRECTORIES = {"x": "abc", "y": "def", "z": "ghi"}
+NAMES = "".join(DIRECTORIES.values())
+NUM_MODULES = 3  # of a directory
+MIN_BUGS = 2  # of a directory
+Pattern = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Query(clinic.Query):
+    """One task: nine modules, in the order of `NAMES`."""
+
+    def directories(self) -> Iterator[tuple[str, tuple[clinic.Module, ...]]]:
+        for number, directory in enumerate(DIRECTORIES):
+            yield directory, self.modules[number * NUM_MODULES : (number + 1) * NUM_MODULES]
+
+
+def patterns_of(split: str) -> list[Pattern]:
+    """All patterns that a directory may have in a split."""
+    every = product(range(len(clinic.KINDS) + 1), repeat=NUM_MODULES)
+    return [pattern for pattern in every if num_bugs(pattern) >= MIN_BUGS and clinic.split_of(pattern) == split]
+
+
+def num_bugs(pattern: Pattern) -> int:
+    return sum(kind > 0 for kind in pattern)
+
+
+def random_pattern(rng: random.Random, patterns: list[Pattern]) -> Pattern:
+    """Two or three bugs, equally likely."""
+    wanted = rng.randint(MIN_BUGS, NUM_MODULES)
+    return rng.choice([pattern for pattern in patterns if num_bugs(pattern) == wanted])
+
+
+def generate(seed: int, split: str, index: int) -> Query:
+    """The query ``index`` of a split; the same arguments give the same bytes everywhere."""
+    if split not in clinic.SPLITS:
+        raise ValueError(f"split: {split!r} must be one of {clinic.SPLITS}")
+    rng = random.Random(f"clinic-agents/{seed}/{split}/{index}")
+    patterns = patterns_of(split)
+    modules: list[clinic.Module] = []
+    for names in DIRECTORIES.values():
+        themes = rng.sample(range(len(clinic.THEMES)), NUM_MODULES)
+        each = zip(names, random_pattern(rng, patterns), themes, strict=True)
+        modules += [clinic.random_module(rng, name, kind, theme) for name, kind, theme in each]
+    return Query(split, index, tuple(modules))
