@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator as Steps
 from dataclasses import dataclass
 
-from agents_tasks import DIRECTORIES, NUM_MODULES
+from agents_policy import CALL, CALL_END
+from agents_tasks import DIRECTORIES
 from clinic_parts.generation import Generator, Request
 from clinic_parts.learning import Context, Execution
 from gyre.policy.tokenizer import ChatTokenizer
 from tasks import INSTRUCTION
-from agents_policy import CALL, CALL_END
 
 
 @dataclass(frozen=True)

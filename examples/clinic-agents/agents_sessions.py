@@ -23,7 +23,7 @@ from tasks import INSTRUCTION  # noqa: E402
 
 COMMANDS_PER_CONTEXT = 2  # of a sub-agent
 TURNS_PER_CONTEXT = 2  # of the main agent
-DELEGATED_SHARE = 0.6  # of the main agent's turns
+DELEGATED_SHARE = 0.75  # of the main agent's turns
 
 #: what a place may hold, beside the clinic's: how a turn of the main agent begins, its second word, its last one
 OPENING, SECOND, LAST = range(10, 13)

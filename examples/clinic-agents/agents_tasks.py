@@ -10,7 +10,6 @@ writes `<root>/<split>/<task>/{instruction.md, task.toml, workspace/, tests/, so
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator
@@ -66,3 +65,35 @@ def generate(seed: int, split: str, index: int) -> Query:
         each = zip(names, random_pattern(rng, patterns), themes, strict=True)
         modules += [clinic.random_module(rng, name, kind, theme) for name, kind, theme in each]
     return Query(split, index, tuple(modules))
+
+
+def write(query: Query, directory: Path, seed: int = 0) -> None:
+    """Writes one task directory. The hidden tests and the solution stay outside the workspace."""
+    rng = random.Random(f"clinic-agents/tests/{seed}/{query.task}")
+    files = {"instruction.md": clinic.INSTRUCTION + "\n", "task.toml": clinic.task_toml(query, "clinic-agents")}
+    hidden: list[str] = []
+    for place, modules in query.directories():
+        visible = [module.visible_tests() for module in modules]
+        files[f"workspace/{place}/test_visible.py"] = clinic.VISIBLE_HEAD + "\n\n".join(visible)
+        for module in modules:
+            files[f"workspace/{place}/{module.name}.py"] = module.source()
+            if module.kind:
+                files[f"solution/{place}/{module.name}.py"] = module.source(kind=0)
+            # Visible tests are run in the directory, hidden ones at the root of the workspace.
+            tests = module.hidden_tests(rng)
+            hidden.append(tests.replace(f"import {module.name}\n", f"from {place} import {module.name}\n"))
+    files["tests/test_hidden.py"] = clinic.HIDDEN_HEAD + "\n\n".join(hidden)
+    clinic.write_files(directory, files)
+
+
+def write_all(root: Path, seed: int, sizes: dict[str, int]) -> None:
+    """Writes every split under ``root``; what is already there is left alone."""
+    clinic.write_all(root, seed, sizes, generate, write)
+
+
+def main() -> None:
+    clinic.run(__doc__.splitlines()[0], generate, write)
+
+
+if __name__ == "__main__":
+    main()

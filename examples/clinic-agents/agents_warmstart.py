@@ -19,7 +19,7 @@ from agents_policy import POLICY, build  # noqa: E402
 from agents_sessions import CHOICES, draw, training_patterns  # noqa: E402
 
 INPUTS = ("agents_policy.py", "agents_sessions.py", "agents_tasks.py", "agents_warmstart.py")
-SETTINGS = warmstart.Settings(num_updates=350, sessions_per_update=48)
+SETTINGS = warmstart.Settings(num_updates=500, sessions_per_update=48)
 
 
 def course() -> warmstart.Course:
