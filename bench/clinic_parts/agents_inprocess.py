@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator as Steps
 from dataclasses import dataclass
 
+from agents_harness import DIRECTORIES, NUM_COMMANDS, NUM_TURNS, REPORT_TOKENS, SUMMARY_TOKENS, TURN_TOKENS
 from agents_policy import CALL, CALL_END
-from agents_tasks import DIRECTORIES
 from clinic_parts.generation import Generator, Request
 from clinic_parts.learning import Context, Execution
 from gyre.policy.tokenizer import ChatTokenizer
 from tasks import INSTRUCTION
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How long an execution is."""
-
-    turns: int = 4
-    turns_per_context: int = 2
-    commands: int = 4
-    commands_per_context: int = 2
 
 
 @dataclass(frozen=True)
@@ -34,8 +24,8 @@ class Ask:
 class Clinic:
     """One execution in memory; `steps` yields calls and is sent the texts of their answers."""
 
-    def __init__(self, tokenizer: ChatTokenizer, pattern: tuple[int, ...], rules: Rules, blank: bool = False) -> None:
-        self.tokenizer, self.rules, self.before, self.blank = tokenizer, rules, pattern, blank
+    def __init__(self, tokenizer: ChatTokenizer, pattern: tuple[int, ...], blank_summaries: bool) -> None:
+        self.tokenizer, self.before, self.blank_summaries = tokenizer, pattern, blank_summaries
         names = "".join(DIRECTORIES.values())
         self.state = dict(zip(names, pattern, strict=True))
         self.contexts: list[Context] = []
@@ -46,52 +36,51 @@ class Clinic:
         pairs = [(b, s) for b, s in zip(self.before, self.state.values(), strict=True) if b]
         return sum(s == 0 for _, s in pairs) / len(pairs)
 
-    def counted(self, directory: str) -> str:
+    def num_failing(self, directory: str) -> str:
         return f"{directory} {sum(self.state[n] > 0 for n in DIRECTORIES[directory]) or '.'}"
 
     def steps(self) -> Steps[Ask, str, None]:
-        report = " ".join(self.counted(directory) for directory in DIRECTORIES)
-        context = self.fresh(f"<|user|> {INSTRUCTION} {report} <|end|>")
-        for number in range(1, self.rules.turns + 1):
-            reply = yield Ask(context, 4)
-            words = reply.split()
-            if reply.startswith(CALL) and len(reply.split(CALL_END)) == 2 and reply.endswith(CALL_END):
-                task = "repair" + reply[len(CALL) : -len(CALL_END)] + "now"
-                outcome = yield from self.sub_agent(task)
+        overview = " ".join(self.num_failing(directory) for directory in DIRECTORIES)
+        context = self.fresh(f"<|user|> {INSTRUCTION} {overview} <|end|>")
+        for number in range(1, NUM_TURNS + 1):
+            reply = yield Ask(context, TURN_TOKENS)
+            words = reply.removeprefix(CALL).removesuffix(CALL_END).split()
+            if reply.startswith(CALL) and reply.endswith(CALL_END):
+                outcome = yield from self.sub_agent(words)
                 self.given(context, f"<|tool|> {outcome} <|end|>")
             else:
-                told = "? ?"
-                if self.obey(words, "".join(DIRECTORIES.values())):
-                    told = self.counted(next(d for d, names in DIRECTORIES.items() if words[1] in names))
-                self.given(context, f"<|user|> {told} <|end|>")
-            if number % self.rules.turns_per_context == 0 and number < self.rules.turns:
+                done = self.obey(reply.split(), "".join(DIRECTORIES.values()))
+                owner = next((d for d, names in DIRECTORIES.items() if done and done[0] in names), "")
+                self.given(context, f"<|user|> {self.num_failing(owner) if owner else '? ?'} <|end|>")
+            if number == NUM_TURNS // 2:
                 self.given(context, "<|user|> compact <|end|>")
-                summary = yield Ask(context, 7)
-                context = self.fresh(f"<|user|> {INSTRUCTION} {'' if self.blank else summary} <|end|>")
+                summary = yield Ask(context, SUMMARY_TOKENS)
+                context = self.fresh(f"<|user|> {INSTRUCTION} {self.kept(summary)} <|end|>")
 
-    def sub_agent(self, task: str) -> Steps[Ask, str, str]:
-        directory = task.split()[1] if len(task.split()) == 3 else ""
-        if directory not in DIRECTORIES:
+    def sub_agent(self, words: list[str]) -> Steps[Ask, str, str]:
+        """A sub-agent's calls; what it says last."""
+        if len(words) != 1 or words[0] not in DIRECTORIES:
             return "? ?"
         self.num_delegated += 1
-        names = DIRECTORIES[directory]
-        report = " ".join(f"{n} {self.state[n] or '.'}" for n in names)
+        task, names = f"repair {words[0]} now", DIRECTORIES[words[0]]
+        report = " ".join(f"{name} {self.state[name] or '.'}" for name in names)
         context = self.fresh(f"<|system|> modules {report} <|end|> <|user|> {task} <|end|>")
-        for number in range(1, self.rules.commands + 1):
-            words = (yield Ask(context, 4)).split()
-            told = self.obey(words, names)
-            last = number == self.rules.commands
-            compact = number % self.rules.commands_per_context == 0 and not last
-            self.given(context, f"<|user|> {told or '? ? ' + self.following(names[-1], names)}"
-                                f"{' compact' if compact else ' report' if last else ''} <|end|>")
-            if compact:
-                summary = yield Ask(context, 7)
-                context = self.fresh(f"<|system|> modules <|end|> <|user|> {task} {'' if self.blank else summary} <|end|>")
-        return (yield Ask(context, 3))
+        for number in range(1, NUM_COMMANDS + 1):
+            command = yield Ask(context, TURN_TOKENS)
+            told = self.obey(command.split(), names) or f"? ? {self.following(names[-1], names)}"
+            after = {NUM_COMMANDS // 2: " compact", NUM_COMMANDS: " report"}.get(number, "")
+            self.given(context, f"<|user|> {told}{after} <|end|>")
+            if number == NUM_COMMANDS // 2:
+                summary = yield Ask(context, SUMMARY_TOKENS)
+                context = self.fresh(f"<|system|> modules <|end|> <|user|> {task} {self.kept(summary)} <|end|>")
+        return (yield Ask(context, REPORT_TOKENS))
+
+    def kept(self, summary: str) -> str:
+        return "" if self.blank_summaries else summary
 
     def obey(self, words: list[str], names: str) -> str:
         """The observation; empty for a malformed command."""
-        if len(words) != 3 or words[0] != "F" or words[1] not in names or len(words[1]) != 1 or words[2] not in "1234":
+        if len(words) != 3 or words[0] != "F" or words[1] not in list(names) or words[2] not in list("1234"):
             return ""
         if self.state[words[1]] == int(words[2]):
             self.state[words[1]] = 0
@@ -115,13 +104,19 @@ class Clinic:
 
 
 def run(
-    generator: Generator, tokenizer: ChatTokenizer, patterns: list[tuple[int, ...]], kills: list[int | None], rules: Rules,
-    blank: bool = False,
-) -> tuple[list[Execution], float, float]:
-    """Runs one execution a pattern to its end, all together; also mean delegations and calls of an execution."""
+    generator: Generator,
+    tokenizer: ChatTokenizer,
+    patterns: list[tuple[int, ...]],
+    kills: list[int | None],
+    blank_summaries: bool = False,
+) -> tuple[list[Execution], float]:
+    """Runs one execution a pattern to its end, all together; and the mean number of sub-agents of one.
+
+    Blank summaries show what their content is worth.
+    """
     generator.reset()
     opening = tokenizer.encode("<|assistant|>")
-    clinics = [Clinic(tokenizer, pattern, rules, blank) for pattern in patterns]
+    clinics = [Clinic(tokenizer, pattern, blank_summaries) for pattern in patterns]
     steps = [clinic.steps() for clinic in clinics]
     num_calls = [0] * len(clinics)
     asked: dict[int, Ask] = {}
@@ -147,4 +142,4 @@ def run(
             asked[request.slot].context.answered(request.output, request.logprobs)
             submit(request.slot, tokenizer.decode(request.output, skip_special_tokens=True))
     executions = [Execution([c for c in clinic.contexts if any(c.sampled)], clinic.reward) for clinic in clinics]
-    return executions, sum(c.num_delegated for c in clinics) / len(clinics), sum(num_calls) / len(clinics)
+    return executions, sum(clinic.num_delegated for clinic in clinics) / len(clinics)
