@@ -29,7 +29,7 @@ from gyre.policy.checkpoint import load_decoder  # noqa: E402
 from gyre.policy.tokenizer import ChatTokenizer  # noqa: E402
 
 GROUPS, GROUP_SIZE, EVAL_TASKS = 8, 8, 64
-KILLS = (0.33, 12, 22)  # share, and between which calls: clinic-agents.toml
+KILLS = (0.33, 10, 18)  # share, and between which calls: clinic-agents.toml
 
 
 class Trial:

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Generator as Steps
 from dataclasses import dataclass
 
-from agents_harness import DIRECTORIES, NUM_COMMANDS, NUM_TURNS, REPORT_TOKENS, SUMMARY_TOKENS, TURN_TOKENS
+from agents_harness import (
+    COMMANDS_PER_CONTEXT,
+    DIRECTORIES,
+    NOBODY,
+    NUM_COMMANDS,
+    NUM_TURNS,
+    REPORT_TOKENS,
+    SUMMARY_TOKENS,
+    TURN_TOKENS,
+    TURNS_PER_CONTEXT,
+)
 from agents_policy import CALL, CALL_END
 from clinic_parts.generation import Generator, Request
 from clinic_parts.learning import Context, Execution
 from gyre.policy.tokenizer import ChatTokenizer
+from harness import next_failing
 from tasks import INSTRUCTION
 
 
@@ -37,40 +48,44 @@ class Clinic:
         return sum(s == 0 for _, s in pairs) / len(pairs)
 
     def num_failing(self, directory: str) -> str:
-        return f"{directory} {sum(self.state[n] > 0 for n in DIRECTORIES[directory]) or '.'}"
+        return str(sum(self.state[n] > 0 for n in DIRECTORIES[directory]) or ".")
 
     def steps(self) -> Steps[Ask, str, None]:
-        overview = " ".join(self.num_failing(directory) for directory in DIRECTORIES)
+        overview = " ".join(f"{name} {self.num_failing(name)}" for name in DIRECTORIES)
         context = self.fresh(f"<|user|> {INSTRUCTION} {overview} <|end|>")
         for number in range(1, NUM_TURNS + 1):
             reply = yield Ask(context, TURN_TOKENS)
             words = reply.removeprefix(CALL).removesuffix(CALL_END).split()
+            nowhere, name = NOBODY
             if reply.startswith(CALL) and reply.endswith(CALL_END):
-                outcome = yield from self.sub_agent(words)
-                self.given(context, f"<|tool|> {outcome} <|end|>")
+                told = nowhere
+                if len(words) == 1 and words[0] in DIRECTORIES:
+                    name = words[0]
+                    told = yield from self.sub_agent(name)
+                outcome = f"<|tool|> {told} <|end|>"
             else:
                 done = self.obey(reply.split(), "".join(DIRECTORIES.values()))
-                owner = next((d for d, names in DIRECTORIES.items() if done and done[0] in names), "")
-                self.given(context, f"<|user|> {self.num_failing(owner) if owner else '? ?'} <|end|>")
-            if number == NUM_TURNS // 2:
-                self.given(context, "<|user|> compact <|end|>")
+                name = next((d for d, names in DIRECTORIES.items() if done and done[0] in names), name)
+                outcome = f"<|user|> {f'{name} {self.num_failing(name)}' if done else nowhere} <|end|>"
+            following = next_failing(name, {each: self.num_failing(each) for each in DIRECTORIES})
+            compact = " compact" if number == TURNS_PER_CONTEXT else ""
+            self.given(context, f"{outcome} <|user|> {following}{compact} <|end|>")
+            if compact:
                 summary = yield Ask(context, SUMMARY_TOKENS)
                 context = self.fresh(f"<|user|> {INSTRUCTION} {self.kept(summary)} <|end|>")
 
-    def sub_agent(self, words: list[str]) -> Steps[Ask, str, str]:
+    def sub_agent(self, directory: str) -> Steps[Ask, str, str]:
         """A sub-agent's calls; what it says last."""
-        if len(words) != 1 or words[0] not in DIRECTORIES:
-            return "? ?"
         self.num_delegated += 1
-        task, names = f"repair {words[0]} now", DIRECTORIES[words[0]]
+        task, names = f"repair {directory} now", DIRECTORIES[directory]
         report = " ".join(f"{name} {self.state[name] or '.'}" for name in names)
         context = self.fresh(f"<|system|> modules {report} <|end|> <|user|> {task} <|end|>")
         for number in range(1, NUM_COMMANDS + 1):
             command = yield Ask(context, TURN_TOKENS)
             told = self.obey(command.split(), names) or f"? ? {self.following(names[-1], names)}"
-            after = {NUM_COMMANDS // 2: " compact", NUM_COMMANDS: " report"}.get(number, "")
+            after = {COMMANDS_PER_CONTEXT: " compact", NUM_COMMANDS: " report"}.get(number, "")
             self.given(context, f"<|user|> {told}{after} <|end|>")
-            if number == NUM_COMMANDS // 2:
+            if number == COMMANDS_PER_CONTEXT:
                 summary = yield Ask(context, SUMMARY_TOKENS)
                 context = self.fresh(f"<|system|> modules <|end|> <|user|> {task} {self.kept(summary)} <|end|>")
         return (yield Ask(context, REPORT_TOKENS))

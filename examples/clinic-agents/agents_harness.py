@@ -2,9 +2,10 @@
 
 The main agent sees three directories and how many modules fail in each. A turn of it is a call of the tool `agent`,
 `{"task": "repair x now"}`, or a command of its own, `F a 2`: apply repair 2 to module a. Both are answered with how
-many modules of that directory fail, `x 1`. A sub-agent has a context of its own: the directory's test report, the task,
-four commands as in the clinic, and at the end a report, which goes back to the main agent as the tool's result, word
-for word. Both kinds of agent are compacted half-way: their own summary replaces their context.
+many modules of that directory fail, `x 1`, and the next directory where any does, `y`. A sub-agent has a context of its
+own: the directory's test report, the task, four commands as in the clinic, and at the end a report, which goes back to
+the main agent as the tool's result, word for word. Both kinds of agent are compacted after two turns or commands: their
+own summary replaces their context.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... [GYRE_TASK_INSTRUCTION=FILE] python -I -S agents_harness.py [CLINIC]
 
@@ -18,14 +19,17 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would double the start-up time
 sys.path.insert(0, sys.argv[1] if __name__ == "__main__" and len(sys.argv) > 1 else HERE + "/../clinic")
 
-from harness import Endpoint, Message, obey, read, state_of, visible_tests  # noqa: E402
+from harness import Endpoint, Message, next_failing, obey, read, state_of, visible_tests  # noqa: E402
 
 DIRECTORIES = {"x": "abc", "y": "def", "z": "ghi"}
-NUM_TURNS = 4
+NUM_TURNS = 3
+TURNS_PER_CONTEXT = 2
 NUM_COMMANDS = 4
+COMMANDS_PER_CONTEXT = 2
 TURN_TOKENS = 4
 SUMMARY_TOKENS = 7
 REPORT_TOKENS = 3
+NOBODY = ("? ?", list(DIRECTORIES)[-1])  # the outcome of a turn that makes no sense
 TOOLS = [
     {
         "type": "function",
@@ -50,9 +54,8 @@ class Directory:
         return " ".join(f"{module} {state}" for module, state in self.states.items())
 
     def num_failing(self) -> str:
-        """As the main agent sees it, `x 2`, or `x .` when every module passes."""
-        failing = sum(state != "." for state in self.states.values())
-        return f"{self.name} {failing or '.'}"
+        """As the main agent sees it, "." when every module passes."""
+        return str(sum(state != "." for state in self.states.values()) or ".")
 
     def obey(self, command: str) -> str:
         return obey(command, self.tests, self.states, self.name)
@@ -67,42 +70,52 @@ class Agents:
 
     def work(self) -> None:
         """The main agent's turns."""
-        overview = " ".join(directory.num_failing() for directory in self.directories.values())
+        overview = " ".join(f"{name} {directory.num_failing()}" for name, directory in self.directories.items())
         messages: list[Message] = [{"role": "user", "content": f"{self.instruction}\n{overview}"}]
         for number in range(1, NUM_TURNS + 1):
             reply = self.endpoint.complete({"messages": messages, "max_tokens": TURN_TOKENS, "tools": TOOLS})
-            messages += [reply, *self.outcomes(reply)]
-            if number == NUM_TURNS // 2:
-                messages.append({"role": "user", "content": "compact"})
+            outcomes, name = self.outcomes(reply)
+            messages += [reply, *outcomes, {"role": "user", "content": self.next_failing(name)}]
+            if number == TURNS_PER_CONTEXT:
+                messages[-1]["content"] = f"{messages[-1]['content']}\ncompact"
                 summary = self.endpoint.complete({"messages": messages, "max_tokens": SUMMARY_TOKENS, "tools": TOOLS})
                 messages = [{"role": "user", "content": f"{self.instruction}\n{summary['content'] or ''}"}]
 
-    def outcomes(self, reply: Message) -> list[Message]:
-        """Does what a reply asks for; the messages that answer it."""
+    def outcomes(self, reply: Message) -> tuple[list[Message], str]:
+        """Does what a reply asks for; the messages that answer it, and the directory it was about."""
         calls = reply.get("tool_calls")
         if not calls:
-            return [{"role": "user", "content": self.obey(str(reply["content"] or ""))}]
-        return [{"role": "tool", "tool_call_id": call["id"], "content": self.delegate(call["function"])} for call in calls]
+            outcome, name = self.obey(str(reply["content"] or ""))
+            return [{"role": "user", "content": outcome}], name
+        messages: list[Message] = []
+        for call in calls:
+            outcome, name = self.delegate(call["function"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": outcome})
+        return messages, name
 
-    def obey(self, command: str) -> str:
+    def next_failing(self, name: str) -> str:
+        """The first directory after this one where a module fails, in a circle."""
+        return next_failing(name, {each.name: each.num_failing() for each in self.directories.values()})
+
+    def obey(self, command: str) -> tuple[str, str]:
         """A command of the main agent itself, in whichever directory the module is."""
         words = command.split()
         owner = next((d for d in self.directories.values() if len(words) > 1 and words[1] in d.states), None)
         if owner is None or owner.obey(command).startswith("?"):
-            return "? ?"
-        return owner.num_failing()
+            return NOBODY
+        return f"{owner.name} {owner.num_failing()}", owner.name
 
-    def delegate(self, function: dict[str, str]) -> str:
+    def delegate(self, function: dict[str, str]) -> tuple[str, str]:
         """Runs a sub-agent; what it says last."""
         try:
             task = json.loads(function["arguments"])["task"]
             repair, name, now = task.split()
             directory = self.directories[name]
         except (ValueError, KeyError, TypeError, AttributeError):
-            return "? ?"
+            return NOBODY
         if (function["name"], repair, now) != ("agent", "repair", "now"):
-            return "? ?"
-        return self.sub_agent(directory, task)
+            return NOBODY
+        return self.sub_agent(directory, task), name
 
     def sub_agent(self, directory: Directory, task: str) -> str:
         messages: list[Message] = [
@@ -113,7 +126,7 @@ class Agents:
             command = self.endpoint.ask(messages, TURN_TOKENS)
             observation = directory.obey(command)
             messages += [{"role": "assistant", "content": command}, {"role": "user", "content": observation}]
-            if number == NUM_COMMANDS // 2:
+            if number == COMMANDS_PER_CONTEXT:
                 messages[-1]["content"] = f"{observation}\ncompact"
                 summary = self.endpoint.ask(messages, SUMMARY_TOKENS)
                 messages = [{"role": "system", "content": "modules"}, {"role": "user", "content": f"{task}\n{summary}"}]

@@ -18,11 +18,12 @@ import numpy as np  # noqa: E402
 from agents_policy import CALL, CALL_END, NEW_WORDS, VOCABULARY  # noqa: E402
 from agents_tasks import DIRECTORIES, NUM_MODULES, patterns_of  # noqa: E402
 from policy import WORDS  # noqa: E402
-from sessions import DONE_SHARE, KIND, MALFORMED_SHARE, MODULE, REPORT, STATE_IDS, Sessions, Writer, turn  # noqa: E402
+from sessions import KIND, MALFORMED_SHARE, MODULE, OBSERVED, REPORT, STATE_IDS, Sessions, Writer, next_failing, turn  # noqa: E402
 from tasks import INSTRUCTION  # noqa: E402
 
 COMMANDS_PER_CONTEXT = 2  # of a sub-agent
 TURNS_PER_CONTEXT = 2  # of the main agent
+DONE_SHARES = (0.0, 0.2, 0.5, 0.9)  # of a directory's modules that earlier agents repaired, equally likely
 DELEGATED_SHARE = 0.75  # of the main agent's turns
 
 #: what a place may hold, beside the clinic's: how a turn of the main agent begins, its second word, its last one
@@ -59,7 +60,8 @@ def sub_agents(rng: np.random.Generator, patterns: np.ndarray, num: int, again: 
     directory_S = rng.integers(0, len(DIRECTORIES), num)
     module_ids_SM = MODULE_IDS_DM[directory_S]
     state_SM = patterns[rng.integers(0, len(patterns), num)]
-    state_SM = np.where(rng.random(state_SM.shape) < DONE_SHARE * (1 + again), 0, state_SM)
+    done_S = rng.choice(DONE_SHARES, num)
+    state_SM = np.where(rng.random(state_SM.shape) < done_S[:, None], 0, state_SM)
     writer = Writer(num, ID)
     writer.words("<|system|>", "modules")
     if not again:
@@ -95,7 +97,7 @@ def main_agents(rng: np.random.Generator, num: int) -> Sessions:
     writer.report(directory_ids_SD, count_SD, REPORT)
     for _ in range(TURNS_PER_CONTEXT):
         count_SD = _main_turn(writer, rng, count_SD)
-    writer.words("<|end|>", "<|user|>", "compact", "<|end|>", "<|assistant|>")
+    writer.words("compact", "<|end|>", "<|assistant|>")
     writer.report(directory_ids_SD, count_SD)
     writer.words("<|end|>")
     return writer.sessions()
@@ -120,4 +122,7 @@ def _main_turn(writer: Writer, rng: np.random.Generator, count_SD: np.ndarray) -
     writer.column(np.where(delegated_S, ID["<|tool|>"], ID["<|user|>"]))
     writer.column(np.where(malformed_S, ID["?"], DIRECTORY_IDS[directory_S]))
     writer.column(np.where(malformed_S, ID["?"], count_ids(left_S)), REPORT)
+    writer.words("<|end|>", "<|user|>")
+    about_S = np.where(malformed_S, len(DIRECTORIES) - 1, directory_S)
+    writer.column(next_failing(count_SD, about_S, np.tile(DIRECTORY_IDS, (num, 1))), OBSERVED)
     return count_SD

@@ -1,7 +1,7 @@
 """The queries of the clinic with sub-agents: three directories of three tiny modules, generated from a seed.
 
-Every directory has two or three of the clinic's bugs. Its bugs are its *pattern*; patterns are divided between the
-splits, so no directory of a held-out query starts as one that was ever trained.
+One directory may be healthy, the others have two or three of the clinic's bugs. A directory's bugs are its *pattern*;
+patterns are divided between the splits, so no directory of a held-out query starts as one that was ever trained.
 
     python agents_tasks.py --root runs/clinic-agents/tasks --seed 0 --train 480 --held-out 64
 
@@ -24,8 +24,9 @@ import tasks as clinic  # noqa: E402
 DIRECTORIES = {"x": "abc", "y": "def", "z": "ghi"}
 NAMES = "".join(DIRECTORIES.values())
 NUM_MODULES = 3  # of a directory
-MIN_BUGS = 2  # of a directory
+MIN_BUGS = 2  # of a directory that is not healthy
 Pattern = tuple[int, ...]
+HEALTHY: Pattern = (0,) * NUM_MODULES
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Query(clinic.Query):
 
 
 def patterns_of(split: str) -> list[Pattern]:
-    """All patterns that a directory may have in a split."""
+    """All patterns that a directory that is not healthy may have in a split."""
     every = product(range(len(clinic.KINDS) + 1), repeat=NUM_MODULES)
     return [pattern for pattern in every if num_bugs(pattern) >= MIN_BUGS and clinic.split_of(pattern) == split]
 
@@ -59,10 +60,12 @@ def generate(seed: int, split: str, index: int) -> Query:
         raise ValueError(f"split: {split!r} must be one of {clinic.SPLITS}")
     rng = random.Random(f"clinic-agents/{seed}/{split}/{index}")
     patterns = patterns_of(split)
+    healthy = rng.choice([*DIRECTORIES] + [None] * len(DIRECTORIES))  # one in half of the queries
     modules: list[clinic.Module] = []
-    for names in DIRECTORIES.values():
+    for directory, names in DIRECTORIES.items():
         themes = rng.sample(range(len(clinic.THEMES)), NUM_MODULES)
-        each = zip(names, random_pattern(rng, patterns), themes, strict=True)
+        pattern = HEALTHY if directory == healthy else random_pattern(rng, patterns)
+        each = zip(names, pattern, themes, strict=True)
         modules += [clinic.random_module(rng, name, kind, theme) for name, kind, theme in each]
     return Query(split, index, tuple(modules))
 
