@@ -51,7 +51,8 @@ class Clinic:
         return str(sum(self.state[n] > 0 for n in DIRECTORIES[directory]) or ".")
 
     def steps(self) -> Steps[Ask, str, None]:
-        overview = " ".join(f"{name} {self.num_failing(name)}" for name in DIRECTORIES)
+        counts = {name: self.num_failing(name) for name in DIRECTORIES}
+        overview = " ".join(f"{name} {count}" if count != "." else ". ." for name, count in counts.items())
         context = self.fresh(f"<|user|> {INSTRUCTION} {overview} <|end|>")
         for number in range(1, NUM_TURNS + 1):
             reply = yield Ask(context, TURN_TOKENS)
@@ -68,7 +69,7 @@ class Clinic:
                 name = next((d for d, names in DIRECTORIES.items() if done and done[0] in names), name)
                 outcome = f"<|user|> {f'{name} {self.num_failing(name)}' if done else nowhere} <|end|>"
             following = next_failing(name, {each: self.num_failing(each) for each in DIRECTORIES})
-            compact = " compact" if number == TURNS_PER_CONTEXT else ""
+            compact = " compact" if number % TURNS_PER_CONTEXT == 0 and number < NUM_TURNS else ""
             self.given(context, f"{outcome} <|user|> {following}{compact} <|end|>")
             if compact:
                 summary = yield Ask(context, SUMMARY_TOKENS)

@@ -70,16 +70,20 @@ class Agents:
 
     def work(self) -> None:
         """The main agent's turns."""
-        overview = " ".join(f"{name} {directory.num_failing()}" for name, directory in self.directories.items())
-        messages: list[Message] = [{"role": "user", "content": f"{self.instruction}\n{overview}"}]
+        messages: list[Message] = [{"role": "user", "content": f"{self.instruction}\n{self.overview()}"}]
         for number in range(1, NUM_TURNS + 1):
             reply = self.endpoint.complete({"messages": messages, "max_tokens": TURN_TOKENS, "tools": TOOLS})
             outcomes, name = self.outcomes(reply)
             messages += [reply, *outcomes, {"role": "user", "content": self.next_failing(name)}]
-            if number == TURNS_PER_CONTEXT:
+            if number % TURNS_PER_CONTEXT == 0 and number < NUM_TURNS:
                 messages[-1]["content"] = f"{messages[-1]['content']}\ncompact"
                 summary = self.endpoint.complete({"messages": messages, "max_tokens": SUMMARY_TOKENS, "tools": TOOLS})
                 messages = [{"role": "user", "content": f"{self.instruction}\n{summary['content'] or ''}"}]
+
+    def overview(self) -> str:
+        """The directories where modules fail and how many, `x 3 . . z 2`."""
+        counts = {name: directory.num_failing() for name, directory in self.directories.items()}
+        return " ".join(f"{name} {count}" if count != "." else ". ." for name, count in counts.items())
 
     def outcomes(self, reply: Message) -> tuple[list[Message], str]:
         """Does what a reply asks for; the messages that answer it, and the directory it was about."""

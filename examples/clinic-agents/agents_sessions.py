@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 from agents_policy import CALL, CALL_END, NEW_WORDS, VOCABULARY  # noqa: E402
 from agents_tasks import DIRECTORIES, NUM_MODULES, patterns_of  # noqa: E402
 from policy import WORDS  # noqa: E402
-from sessions import KIND, MALFORMED_SHARE, MODULE, OBSERVED, REPORT, STATE_IDS, Sessions, Writer, next_failing, turn  # noqa: E402
+from sessions import FORMAT, KIND, MALFORMED_SHARE, MODULE, OBSERVED, REPORT, STATE_IDS, Sessions, Writer, next_failing, turn  # noqa: E402
 from tasks import INSTRUCTION  # noqa: E402
 
 COMMANDS_PER_CONTEXT = 2  # of a sub-agent
@@ -90,17 +90,23 @@ def count_ids(count_S: np.ndarray) -> np.ndarray:
 
 def main_agents(rng: np.random.Generator, num: int) -> Sessions:
     """A main context: turns that delegate or repair, each answered with how many modules fail there, and a summary."""
-    directory_ids_SD = np.tile(DIRECTORY_IDS, (num, 1))
     count_SD = rng.integers(0, NUM_MODULES + 1, (num, len(DIRECTORIES)))
     writer = Writer(num, ID)
     writer.words("<|user|>", *INSTRUCTION.split())
-    writer.report(directory_ids_SD, count_SD, REPORT)
+    _overview(writer, count_SD, REPORT)
     for _ in range(TURNS_PER_CONTEXT):
         count_SD = _main_turn(writer, rng, count_SD)
     writer.words("compact", "<|end|>", "<|assistant|>")
-    writer.report(directory_ids_SD, count_SD)
+    _overview(writer, count_SD)
     writer.words("<|end|>")
     return writer.sessions()
+
+
+def _overview(writer: Writer, count_SD: np.ndarray, place: int = FORMAT) -> None:
+    """The directories where modules fail and how many; two dots for any other."""
+    for directory, count_S in enumerate(count_SD.T):
+        writer.column(np.where(count_S > 0, DIRECTORY_IDS[directory], ID["."]), place)
+        writer.column(count_ids(count_S), place)
 
 
 def _main_turn(writer: Writer, rng: np.random.Generator, count_SD: np.ndarray) -> np.ndarray:
