@@ -29,7 +29,7 @@ from gyre.policy.checkpoint import load_decoder  # noqa: E402
 from gyre.policy.tokenizer import ChatTokenizer  # noqa: E402
 
 GROUPS, GROUP_SIZE, EVAL_TASKS = 8, 8, 64
-KILLS = (0.33, 10, 18)  # share, and between which calls: clinic-agents.toml
+KILLS = (0.33, 12, 22)  # share, and between which calls: clinic-agents.toml
 
 
 class Trial:
@@ -75,7 +75,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--blank-summaries", action="store_true", help="compact to nothing")
     parser.add_argument("--room", type=Path, default=ROOT / "runs" / "agents_probe")
     return parser.parse_args()

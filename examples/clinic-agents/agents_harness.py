@@ -22,7 +22,7 @@ sys.path.insert(0, sys.argv[1] if __name__ == "__main__" and len(sys.argv) > 1 e
 from harness import Endpoint, Message, next_failing, obey, read, state_of, visible_tests  # noqa: E402
 
 DIRECTORIES = {"x": "abc", "y": "def", "z": "ghi"}
-NUM_TURNS = 3
+NUM_TURNS = 4
 TURNS_PER_CONTEXT = 2
 NUM_COMMANDS = 4
 COMMANDS_PER_CONTEXT = 2
