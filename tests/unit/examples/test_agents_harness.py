@@ -63,7 +63,8 @@ def report(query: agents_tasks.Query, directory: str) -> str:
 
 
 def overview(query: agents_tasks.Query) -> str:
-    return " ".join(f"{d} {sum(m.kind > 0 for m in modules) or '.'}" for d, modules in query.directories())
+    failing = {d: sum(m.kind > 0 for m in modules) for d, modules in query.directories()}
+    return " ".join(f"{d} {num}" if num else ". ." for d, num in failing.items())
 
 
 def contents(request: dict[str, Any]) -> list[tuple[str, str | None]]:
@@ -76,8 +77,8 @@ def perfect(number: int, messages: list[Message]) -> Answer:
     told = {name: state for name, state in zip(words, words[1:], strict=False) if len(name) == 1 and state in ".1234"}
     if messages[0]["role"] == "user":
         if words[-1] == "compact":
-            return 200, " ".join(f"{d} {told[d]}" for d in DIRECTORIES)
-        return 200, call(number, f"repair {next((d for d in DIRECTORIES if told[d] != '.'), 'x')} now")
+            return 200, " ".join(f"{d} {told[d]}" for d in DIRECTORIES if told.get(d, ".") != ".")
+        return 200, call(number, f"repair {next((d for d in DIRECTORIES if told.get(d, '.') != '.'), 'x')} now")
     directory = next(d for d in DIRECTORIES if d in words)
     modules = DIRECTORIES[directory]
     if words[-1] == "report":
@@ -107,11 +108,12 @@ def test_the_contexts_of_both_kinds_of_agent_are_exactly_these(start: Start, que
     right = f"F a {query.modules[0].kind}"
     replies: list[str | Message] = [
         call(1, "repair x now"), right, "nonsense", "the agent's own words", "F b 9", "", "so be it",
-        "no command", "x 1 y . z 3", "F zz 1", f"F d {query.modules[3].kind}",
+        "no command", "x 1 y . z 3", "F zz 1", "F g 9",
     ]
     script = Script(lambda number, messages: (200, replies[number - 1]))
     assert start(script).returncode == 0
     sent = [contents(request) for request in script.requests]
+    assert overview(query).split()[2:4] == [".", "."]
     assert query.modules[0].kind
     first = [("user", f"{INSTRUCTION}\n{overview(query)}")]
     sub = [("system", f"modules {report(query, 'x')}"), ("user", "repair x now")]
@@ -126,11 +128,12 @@ def test_the_contexts_of_both_kinds_of_agent_are_exactly_these(start: Start, que
     assert sent[4] == again
     assert sent[5] == [*again, ("assistant", "F b 9"), malformed]
     assert sent[6] == [*sent[5], ("assistant", ""), ("user", f"{malformed[1]}\nreport")]
-    assert sent[7] == [*first, ("assistant", None), ("tool", "so be it")]
-    assert script.requests[7]["messages"][1:] == [replies[0], {"role": "tool", "tool_call_id": "call_1", "content": "so be it"}]
-    assert sent[8] == [*sent[7], ("assistant", "no command"), ("user", "? ?"), ("user", "compact")]
+    assert sent[7] == [*first, ("assistant", None), ("tool", "so be it"), ("user", "z")]
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "so be it"}
+    assert script.requests[7]["messages"][1:] == [replies[0], result, {"role": "user", "content": "z"}]
+    assert sent[8] == [*sent[7], ("assistant", "no command"), ("user", "? ?"), ("user", "x\ncompact")]
     assert sent[9] == [("user", f"{INSTRUCTION}\nx 1 y . z 3")]
-    assert sent[10] == [*sent[9], ("assistant", "F zz 1"), ("user", "? ?")]
+    assert sent[10] == [*sent[9], ("assistant", "F zz 1"), ("user", "? ?"), ("user", "x")]
     assert len(sent) == 11
 
 
@@ -152,7 +155,7 @@ def test_a_call_that_makes_no_sense_is_answered_and_sends_nobody(reply: Message,
     script = Script(lambda number, messages: (200, reply if number == 1 else "nothing"))
     assert start(script).returncode == 0
     assert len(script.requests) == 5
-    assert script.requests[1]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "? ?"}
+    assert script.requests[1]["messages"][-2] == {"role": "tool", "tool_call_id": "call_1", "content": "? ?"}
 
 
 def test_the_main_agent_may_repair_itself(start: Start, query: agents_tasks.Query, tmp_path: Path) -> None:
@@ -161,4 +164,4 @@ def test_the_main_agent_may_repair_itself(start: Start, query: agents_tasks.Quer
     assert start(script).returncode == 0
     assert (tmp_path / "workspace" / "y" / "e.py").read_text() == module.source(kind=0)
     failing = sum(m.kind > 0 for m in query.modules[3:6] if m.name != "e")
-    assert script.requests[1]["messages"][-1] == {"role": "user", "content": f"y {failing or '.'}"}
+    assert script.requests[1]["messages"][-2] == {"role": "user", "content": f"y {failing or '.'}"}

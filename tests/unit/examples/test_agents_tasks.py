@@ -34,16 +34,16 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     assert files_of(tmp_path / "one") != files_of(tmp_path / "three")
 
 
-def test_no_directory_of_a_held_out_query_starts_as_one_that_is_trained_on() -> None:
+def test_no_sick_directory_of_a_held_out_query_starts_as_one_that_is_trained_on() -> None:
     found = {
         split: {tuple(m.kind for m in modules) for n in range(200) for _, modules in
                 agents_tasks.generate(0, split, n).directories()}
         for split in ("train", "held-out")
     }
-    assert len(found["held-out"]) == len(agents_tasks.patterns_of("held-out"))
-    assert not found["train"] & found["held-out"]
+    assert found["held-out"] == {*agents_tasks.patterns_of("held-out"), agents_tasks.HEALTHY}
+    assert found["train"] & found["held-out"] == {agents_tasks.HEALTHY}
     warm_start = {tuple(row) for row in agents_sessions.training_patterns().tolist()}
-    assert found["train"] <= warm_start
+    assert found["train"] - warm_start == {agents_tasks.HEALTHY}
     assert not found["held-out"] & warm_start
 
 
@@ -54,8 +54,8 @@ def test_an_unknown_split_is_refused_by_name() -> None:
 
 def test_harness_and_tasks_mean_the_same_directories_and_lengths() -> None:
     assert agents_harness.DIRECTORIES == agents_tasks.DIRECTORIES
-    assert agents_sessions.COMMANDS_PER_CONTEXT * 2 == agents_harness.NUM_COMMANDS
-    assert agents_sessions.TURNS_PER_CONTEXT * 2 == agents_harness.NUM_TURNS
+    assert agents_sessions.COMMANDS_PER_CONTEXT == agents_harness.COMMANDS_PER_CONTEXT == agents_harness.NUM_COMMANDS / 2
+    assert agents_sessions.TURNS_PER_CONTEXT == agents_harness.TURNS_PER_CONTEXT
 
 
 async def test_nothing_earns_nothing_and_the_solution_everything(tmp_path: Path, grader: FunctionsGrader) -> None:

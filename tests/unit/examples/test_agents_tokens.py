@@ -57,7 +57,7 @@ def test_sessions_are_the_contexts_that_the_harness_opens_and_closes() -> None:
         assert len(messages[-1].content.split()) == 2
     for messages in main:
         assert messages[0].content.startswith(INSTRUCTION)
-        assert messages[-2] == Message("user", "compact")
+        assert messages[-2].content.endswith(" compact")
 
 
 def test_a_tool_call_costs_as_many_tokens_as_a_command() -> None:
@@ -72,18 +72,19 @@ def test_a_tool_call_costs_as_many_tokens_as_a_command() -> None:
 def test_a_tool_result_extends_the_sampled_tokens_and_renders_the_same_from_scratch() -> None:
     tokenizer = build()
     renderer, tree = Renderer(tokenizer), TokenTree()
-    asked = (Message("user", f"{INSTRUCTION}\nx 2 y 3 z ."),)
+    asked = (Message("user", f"{INSTRUCTION}\nx 2 y 3 . ."),)
     tools = tuple(TOOLS)
     prompt = renderer.prompt(ChatRequest(asked, tools), tree, None, 0)
     output = np.array([*tokenizer.encode(f"{CALL} x {CALL_END}"), tokenizer.id_of(END)], np.int32)
     node = tree.add("c0", prompt.place, prompt.ids, output, tree.extended(prompt.place, prompt.ids, output))
     _, calls = parse_tool_calls(f"{CALL} x {CALL_END}", "c0")
-    messages = (*asked, Message("assistant", "", calls), Message("tool", "x .", tool_call_id=calls[0].id))
+    result = Message("tool", "x .", tool_call_id=calls[0].id)
+    messages = (*asked, Message("assistant", "", calls), result, Message("user", "y"))
     after = renderer.prompt(ChatRequest(messages, tools), tree, node, 2)
     assert not after.rerooted
     assert after.ids[: node.length].tolist() == node.ids().tolist()
     assert after.ids.tolist() == renderer.prompt(ChatRequest(messages, tools), TokenTree(), None, 0).ids.tolist()
-    assert tokenizer.decode(after.ids[node.length :].tolist()) == f"<|tool|> x . {END} <|assistant|>"
+    assert tokenizer.decode(after.ids[node.length :].tolist()) == f"<|tool|> x . {END} <|user|> y {END} <|assistant|>"
 
 
 @pytest.mark.parametrize("block", [0, 1])
@@ -104,7 +105,7 @@ def test_random_commands_do_not_depend_on_what_the_context_says(block: int) -> N
 def test_the_main_agent_of_a_session_turns_to_any_directory_whatever_fails_there() -> None:
     drawn = agents_sessions.main_agents(np.random.default_rng(0), 6000)
     opening = np.flatnonzero(drawn.places_W == agents_sessions.OPENING)[0]
-    counts = np.flatnonzero(drawn.places_W == agents_sessions.REPORT)[: len(DIRECTORIES)]
+    counts = np.flatnonzero(drawn.places_W == agents_sessions.REPORT)[1 : 2 * len(DIRECTORIES) : 2]
     for number, directory_id in enumerate(agents_sessions.DIRECTORY_IDS):
         healthy_S = drawn.ids_SW[:, counts[number]] == agents_sessions.STATE_IDS[0]
         chosen_S = drawn.ids_SW[:, opening + 1] == directory_id
