@@ -116,6 +116,33 @@ async def test_a_client_that_gave_up_gets_the_same_answer_on_retry(served: Serve
     answer = await served.client.chat.completions.create(model="policy", messages=HELLO)
     assert len(served.bench.records) == 1
     assert answer.id == served.bench.records[0].answer.id
+    assert served.session.deliveries.undelivered == ()
+
+
+async def test_an_answer_that_nobody_waited_for_is_undelivered(served: Served) -> None:
+    served.bench.engine.gate.clear()
+    with pytest.raises(openai.APITimeoutError):
+        await served.client.with_options(timeout=0.05).chat.completions.create(model="policy", messages=HELLO)
+    served.bench.engine.gate.set()
+    while not served.bench.records or served.session.pending:
+        await asyncio.sleep(0.001)
+    assert served.session.deliveries.undelivered == (served.bench.records[0].record.call,)
+    await served.client.chat.completions.create(model="policy", messages=[*HELLO, *HELLO])
+    assert served.session.deliveries.undelivered == (served.bench.records[0].record.call,)
+
+
+async def test_what_a_request_says_of_itself_is_recorded(served: Served) -> None:
+    await served.client.chat.completions.create(
+        model="policy", messages=HELLO, prompt_cache_key="conv", metadata={"user_id": "u"}, extra_body={"session_id": "s"},
+        extra_headers={"X-Gyre-Role-Class": "sub-agent", "X-Gyre-Lineage": "helper", "X-Session-ID": "t"})
+    record = served.bench.records[0].record
+    assert (record.role_class, record.lineage) == ("sub-agent", "helper")
+    assert record.evidence.tags == {
+        "x-gyre-role-class": "sub-agent", "x-gyre-lineage": "helper", "x-session-id": "t", "metadata.user_id": "u",
+        "session_id": "s", "prompt_cache_key": "conv"}
+    with pytest.raises(openai.BadRequestError, match="X-Gyre-Trainable"):
+        await served.client.chat.completions.create(model="policy", messages=HELLO,
+                                                    extra_headers={"X-Gyre-Trainable": "perhaps"})
 
 
 async def test_errors_come_in_openai_form(served: Served) -> None:

@@ -12,10 +12,11 @@ import pytest
 from executor_stage import ExecutorStage, X
 from gyre.contracts.errors import HarnessError, SandboxError
 from gyre.contracts.events import ExecutionSpec, GroupDispatched
+from gyre.rollout.gateway.messages import Message
 from gyre.rollout.harness.base import Launch
 from gyre.rollout.harness.process import ProcessHarness, SandboxSettings, find_bwrap
-from gyre.rollout.local import LimitFired
-from rollout_fakes import wait_until
+from gyre.rollout.local import CallFinished, LimitFired
+from rollout_fakes import ask, make_bench, wait_until
 
 SH = "/bin/sh"
 
@@ -95,6 +96,7 @@ def test_a_harness_outlives_the_death_of_its_executor(tmp_path: Path) -> None:
 import pathlib, sys
 sys.path[:0] = {sys.path!r}
 from gyre.rollout.harness.process import ProcessHarness, SandboxSettings
+from gyre.rollout.gateway.messages import Message
 from gyre.rollout.harness.base import Launch
 home = pathlib.Path({str(tmp_path)!r})
 print(ProcessHarness(SandboxSettings()).start(Launch({X!r}, home, ("/bin/sh", "-c",
@@ -234,6 +236,26 @@ async def test_a_limit_by_calls_kills_while_the_harness_waits(tmp_path: Path) ->
     await stage.tell(LimitFired(X, "calls"))
     await stage.until(stage.ends)
     assert [(e.ending, e.limit) for e in stage.ends()] == [("timed_out", "calls")]
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_the_end_of_an_execution_names_the_calls_that_the_harness_never_saw(tmp_path: Path, crashes: bool) -> None:
+    stage = ExecutorStage(tmp_path, SH, "-c", "sleep 67")
+    await stage.dispatch()
+    await stage.until(lambda: stage.state.executions[X].phase == "running")
+    (tmp_path / "gateway").mkdir()
+    bench = make_bench(tmp_path / "gateway", "one", "two")
+    for text, deliver in (("a", True), ("b", False)):
+        await ask(bench, [Message("user", text)], deliver=deliver)
+    for call in bench.records:
+        stage.sessions.get(X).recall(call)
+        await stage.archive.put(call)
+        await stage.tell(CallFinished(call.record))
+    await stage.tell(LimitFired(X, "harness_timeout"))
+    if crashes:
+        await stage.crash()
+    await stage.until(stage.ends)
+    assert [e.undelivered for e in stage.ends()] == [(bench.records[1].record.call,)]
 
 
 @pytest.mark.parametrize("when", ["running", "ended", "killing"])

@@ -107,12 +107,13 @@ async def test_a_group_from_dispatch_to_evaluation(start: Start) -> None:
     records = await check_records(witness, ends)
     await check_what_was_heard(stage, witness, ends)
     assert {r.cell for r in records} == {0, 1}
+    assert {e.undelivered for e in ends.values()} == {()}
     assert len(await witness.heard(ExecutionStarted)) == 6
     assert all(r.keep_len > 0 for r in records if r.index > 0)
     limited = await witness.dispatch("g00000-001", 2, timeout_calls=3)
     ends = await until(witness, lambda facts: len(facts) == 8, ExecutionTerminated)
     mine = [e for e in ends if e.execution in limited]
-    assert {(e.ending, e.limit, e.num_calls) for e in mine} == {("timed_out", "calls", 2)}
+    assert {(e.ending, e.limit, e.num_calls, e.undelivered) for e in mine} == {("timed_out", "calls", 2, ())}
     assert all(e.snapshot for e in mine)
 
 

@@ -165,6 +165,27 @@ async def test_groups_are_said_once_across_kills_and_facts_said_twice(world: Wor
             assert step.executions == tuple(o.execution for o in fact.outcomes)
 
 
+async def test_a_process_that_lost_its_disk_is_rebuilt_from_the_streams(world: World) -> None:
+    """What was said before is not said again; what was open goes on."""
+    done, open_group = "g00000-000", "g00000-001"
+    world.start()
+    await world.say(facts_of(done))
+    await world.say(facts_of(open_group)[:-1])
+    first = await world.completed(1)
+    world.end(signal.SIGKILL)
+    lost = list((world.directory / "state").rglob("*.sqlite*"))
+    assert lost
+    for path in lost:
+        path.unlink()
+    world.start()
+    await world.say(facts_of(open_group)[-1:])
+    facts = await world.completed(2)
+    assert [f.group for f in facts] == [done, open_group]
+    assert codec.pack(facts[0]) == codec.pack(first[0])
+    assert world.end(signal.SIGTERM) == 0
+    assert len(await world.completed(2)) == 2
+
+
 async def test_trees_and_groups_can_be_looked_at(world: World) -> None:
     world.start()
     open_group, full_group = "g00000-000", "g00000-001"
@@ -177,12 +198,14 @@ async def test_trees_and_groups_can_be_looked_at(world: World) -> None:
     group = await stub.InspectGroup(service_pb2.InspectGroupRequest(group=open_group))
     assert (group.completed, group.num_executions, group.num_settled) == (False, 2, 1)
     assert group.detail == "g00000-000-x01 waits for its score"
-    assert (await stub.InspectGroup(service_pb2.InspectGroupRequest(group=full_group))).completed
+    group = await stub.InspectGroup(service_pb2.InspectGroupRequest(group=full_group))
+    assert (group.completed, group.num_executions, group.num_settled) == (True, 2, 2)
+    assert group.detail == "2 scored; reward mean 0.5, std 0.7071, compared; 1 micro-steps, 12 targets"
     for execution, kind in ((f"{open_group}-x00", "open"), (f"{full_group}-x01", "")):
         answer = await stub.InspectTree(service_pb2.InspectTreeRequest(execution=execution))
         tree = json.loads(answer.json)
-        assert len(tree["ids"]) == tree["outcome"]["num_unique_tokens"] == 11
-        assert tree["outcome"]["reason"].startswith(kind)
+        assert len(tree["ids"]) == tree["header"]["outcome"]["num_unique_tokens"] == 11
+        assert tree["header"]["outcome"]["reason"].startswith(kind)
     for execution, code in (("nobody", grpc.StatusCode.NOT_FOUND), ("no/body", grpc.StatusCode.INVALID_ARGUMENT)):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.InspectTree(service_pb2.InspectTreeRequest(execution=execution))

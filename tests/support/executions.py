@@ -20,7 +20,8 @@ from gyre.contracts.ids import call_id
 from gyre.trajectory.config import TrajectoryConfig
 from gyre.trajectory.packing import Budget
 from gyre.trajectory.record import Call, CallLog
-from gyre.trajectory.roles import ROLE_ORDERS
+from gyre.trajectory.roles import ROLE_ORDERS, CallRole
+from gyre.trajectory.targets import Eligibility
 from gyre.trajectory.tree import Tree, build_tree
 
 
@@ -120,3 +121,13 @@ def random_calls(seed: int, max_calls: int = 14, num_ids: int = 3) -> Script:
                    role_class=rng.choice(ROLE_ORDERS["paper"]), model=rng.choice(["policy", "policy", "policy", "judge"]),
                    finish_reason=rng.choice(["stop", "stop", "length", "abort"]))
     return calls
+
+
+class RecordedRoles:
+    """The role class that is written in the record: for tests of what comes after roles."""
+
+    def classify(self, calls: Sequence[Call]) -> tuple[CallRole, ...]:
+        return tuple(CallRole(call.record.role_class, call.record.lineage, "harness") for call in calls)
+
+
+POLICY = Eligibility("policy")

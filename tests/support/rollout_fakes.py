@@ -4,15 +4,19 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from gyre.contracts.digest import token_digest
 from gyre.contracts.events import Sampling
 from gyre.policy.tokenizer import ChatTokenizer
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
 from gyre.rollout.gateway.calls import Calls, CallSettings
+from gyre.rollout.gateway.evidence import Evidence
+from gyre.rollout.gateway.messages import Answer, ChatRequest, Message
 from gyre.rollout.gateway.render import Renderer
+from gyre.rollout.gateway.render import Tokenizer as GatewayTokenizer
 from gyre.rollout.gateway.session import Session, Sessions, SessionSpec
 from gyre.rollout.router import Attempt, Chunk, EngineGone, Router, RouterLimits
 from gyre.runtime.clock import Clock, SystemClock
@@ -40,7 +44,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>")
 MERGES = (("e", "r"), ("u", "s"), ("us", "er"), ("l", "l"), ("o", "k"), ("Ċ", "Ċ"))
 
 
-def chatml_tokenizer() -> ChatTokenizer:
+def chatml_tokenizer(template: str = TEMPLATE) -> ChatTokenizer:
     """Bytes plus a few merges, so that tokenising a text in two halves differs from tokenising it whole."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = [*alphabet, *(a + b for a, b in MERGES)]
@@ -48,7 +52,7 @@ def chatml_tokenizer() -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    return ChatTokenizer(tokenizer, TEMPLATE, {"eos_token": SPECIAL[1]})
+    return ChatTokenizer(tokenizer, template, {"eos_token": SPECIAL[1]})
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
@@ -106,7 +110,7 @@ def says(tokenizer: ChatTokenizer, *texts: str) -> Script:
 class Bench:
     """A gateway without a service behind it: `records` are the calls that were committed while `commits` was set."""
 
-    tokenizer: ChatTokenizer
+    tokenizer: GatewayTokenizer
     engine: FakeEngine
     router: Router
     archive: CallArchive
@@ -127,9 +131,9 @@ class Bench:
 
 
 def make_bench(directory: Path, *texts: str, clock: Clock | None = None, settings: CallSettings | None = None,
-               engine: FakeEngine | None = None) -> Bench:
+               engine: FakeEngine | None = None, tokenizer: GatewayTokenizer | None = None) -> Bench:
     """A gateway whose one engine answers `texts` in turn. Needs a running event loop."""
-    tokenizer = chatml_tokenizer()
+    tokenizer = tokenizer or chatml_tokenizer()
     engine = engine or FakeEngine(says(tokenizer, *texts))
     clock = clock or SystemClock()
     router = Router({0: engine}, RouterLimits(), clock)
@@ -150,3 +154,27 @@ def make_bench(directory: Path, *texts: str, clock: Clock | None = None, setting
     bench = Bench(tokenizer, engine, router, archive, Sessions(b"k" * 32, archive), calls)
     bench.commits.set()
     return bench
+
+
+async def ask(bench: Bench, messages: Sequence[Message], tools: tuple = (), evidence: Evidence | None = None,
+              deliver: bool = True, **changes: object) -> Answer:
+    """The answer to `messages`; with `deliver` the harness gets it."""
+    session = bench.open()
+    key, pending = bench.calls.start(session, replace(ChatRequest(tuple(messages), tools), **changes),
+                                     evidence or Evidence())
+    answer = await pending.result
+    if deliver:
+        session.delivered(key)
+    return answer
+
+
+def sequences(bench: Bench) -> dict[str, np.ndarray]:
+    """Prompt + output of every recorded call, rebuilt from the deltas alone as the trajectory service does."""
+    built: dict[str, np.ndarray] = {}
+    for call in bench.records:
+        record = call.record
+        base = built[record.base_call][:record.keep_len] if record.base_call else record.prompt_delta[:0]
+        built[record.call] = np.concatenate((base, record.prompt_delta, record.output_ids))
+        assert token_digest(built[record.call]) == record.digest
+        assert record.keep_len + len(record.prompt_delta) == record.prompt_len
+    return built

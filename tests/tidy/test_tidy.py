@@ -34,15 +34,18 @@ LONGER: dict[str, str] = {
 # Modules that change state and so must be repeatable: no clock, network, randomness, environment, tensors.
 # Every core.py is one without being listed. Paths are relative to the package's src/gyre.
 PURE: dict[str, tuple[str, ...]] = {
-    "services/rollout": ("rollout/cell.py", "rollout/execution.py", "rollout/local.py"),
+    "services/rollout": ("rollout/cell.py", "rollout/execution.py", "rollout/local.py", *(
+        f"rollout/gateway/{noun}.py" for noun in ("context", "delivery", "evidence", "messages", "provenance", "restore"))),
     "libs/contracts": ("contracts/digest.py", "contracts/events.py", "contracts/microstep.py", "contracts/subjects.py"),
     "services/scheduler": tuple(
         f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
     ),
     "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "step")),
     "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
-        "admission", "completion", "config", "group", "inspection", "packing", "record", "roles", "state", "targets",
-        "tree")),
+        "admission", "completion", "config", "group", "inspection", "packing", "reading", "record", "roles", "said",
+        "state", "targets", "tree", "workload", *(f"portable/{part}" for part in (
+            "atif", "claude_code", "deltas", "document", "fields", "formats", "prefix_hashes", "records", "session",
+            "spelling", "swe_agent")))),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "subprocess"),

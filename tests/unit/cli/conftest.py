@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre.cli.treefile import Call, TreeView, tree_path
+from gyre.cli.treefile import Call, Header, TreeView, tree_path
 from gyre.cli.treefile import Path as TreePath
 from gyre.contracts import events as e
 from gyre.contracts.codec import pack
@@ -87,14 +87,18 @@ def tree_of(execution: str) -> TreeView:
     ids, bounds = np.concatenate(segments), np.cumsum([0, *map(len, segments)]).astype(np.int32)
     p, r, a, g, s = map(len, (prompt, reply, answer, again, summary))
     calls = tuple(Call(call_id(execution, i), i, call_id(execution, 0) if i == 1 else None, segment, start, length,
-                       "main-summary" if i == 2 else "main", "main", "stop", (e.VersionSpan(0, length - start, 0),))
+                       "main-summary" if i == 2 else "main", "main", "stop", (e.VersionSpan(0, length - start, 0),),
+                       0 if i == 2 else start, "main", "harness")
                   for i, (segment, start, length) in enumerate(((1, p, p + r), (1, p + r + a, p + r + a + g),
                                                                 (2, p, p + s))))
     target = np.concatenate((np.arange(p, p + r), np.arange(p + r + a, p + r + a + g),
                              np.arange(p + r + a + g, p + r + a + g + s))).astype(np.int32)
+    outcome = e.Outcome(execution, "scored", "finished", 0.5, 0.1, 3, len(target), r + g, {"max_paths": s}, len(ids), 60,
+                        len(target), roles={"main": e.RoleCounts(2, r + g, 1, r + g), "main-summary": e.RoleCounts(1, s)})
     return TreeView(ids, bounds, np.array([-1, 0, 0], np.int32), np.array([0, p, p], np.int32),
                     np.array([-1, 0, -1], np.int32), calls, (TreePath(1, "main", r + g),), target,
-                    np.array([0] * r + [1] * g + [2] * s, np.int32), np.zeros(len(target), np.int32))
+                    np.array([0] * r + [1] * g + [2] * s, np.int32), np.zeros(len(target), np.int32),
+                    Header("train-0", execution.rpartition("-")[0], "train", "policy", outcome))
 
 
 def snapshot_of(blobs: BlobStore | None, execution: str, text: str) -> e.BlobRef:
@@ -270,3 +274,9 @@ def write_run(path: Path, run: SyntheticRun) -> Written:
 def written(tmp_path: Path) -> Written:
     """A complete run of six steps in a directory."""
     return write_run(tmp_path / "clinic", SyntheticRun())
+
+
+@pytest.fixture
+def synthetic() -> list[tuple[e.Fact, float]]:
+    """The facts of a whole run of six steps of two groups."""
+    return SyntheticRun().facts()

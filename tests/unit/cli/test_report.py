@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from gyre.cli.cases import diff, median_task, timed_out, workspace_of_snapshot
@@ -11,49 +10,13 @@ from gyre.cli.ledger import RunLedger
 from gyre.cli.markup import Html, el
 from gyre.cli.metrics import estimate
 from gyre.cli.report import ReportContext, render_report, write_report
-from gyre.cli.treefile import read_tree, runs, turns
+from gyre.cli.tree_view.anatomy import anatomy
+from gyre.cli.treefile import read_tree, turns
 from gyre.contracts import events as e
 from gyre.contracts.errors import BrokenBody
 from gyre.contracts.ids import execution_id
 from gyre.runtime.blobs import DirectoryBlobs
-
-VOID = {"meta", "line", "rect", "circle", "path", "br", "!doctype"}
-
-
-class WellFormed(HTMLParser):
-    """Refuses an element that is closed by another, and collects text and attributes."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in VOID, tag
-        self.tags.add(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def parsed(page: str) -> WellFormed:
-    parser = WellFormed()
-    parser.feed(page)
-    parser.close()
-    assert parser.open == []
-    return parser
+from well_formed import parsed
 
 
 def ledger_of(facts):
@@ -167,9 +130,10 @@ def test_turns_show_only_what_is_new(written):
 
 
 def test_runs_divide_a_segment_where_sampling_begins_and_ends(written):
-    tree = read_tree(DirectoryBlobs(written.path / "blobs"), execution_id("e-before-000", 0))
-    assert [(len(run.ids), run.call) for run in runs(tree, 1)] == [(4, 0), (5, -1), (4, 1)]
-    assert [(len(run.ids), run.call) for run in runs(tree, 0)] == [(12, -1)]
+    tree = anatomy(read_tree(DirectoryBlobs(written.path / "blobs"), execution_id("e-before-000", 0)))
+    assert [(run.num, run.call, run.fate) for run in tree.runs_of(1)] == [
+        (4, 0, "path 0"), (5, -1, "context"), (4, 1, "path 0")]
+    assert [(run.num, run.call) for run in tree.runs_of(0)] == [(12, -1)]
 
 
 def test_a_diff_tells_added_removed_and_binary_files():

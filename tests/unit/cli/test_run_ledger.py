@@ -125,7 +125,7 @@ def test_a_target_that_is_neither_trained_nor_dropped_is_found(facts):
 def test_positions_that_are_no_targets_do_not_count_as_dropped(facts):
     groups = [fact for fact, _ in facts if isinstance(fact, e.GroupCompleted)]
     place = next(i for i, g in enumerate(groups) if g.purpose == "train")
-    outcome = replace(groups[place].outcomes[0], drops={"max_paths": 7, "unseen": 3})
+    outcome = replace(groups[place].outcomes[0], drops={"max_paths": 7}, not_targets={"unseen": 3})
     outcomes = (outcome, *groups[place].outcomes[1:])
     assert failed(ledger_of(changed(facts, e.GroupCompleted, place, outcomes=outcomes))) == []
 

@@ -78,6 +78,23 @@ def test_the_story_of_an_execution_that_finishes() -> None:
     assert not run.state.executions
 
 
+def test_calls_that_the_harness_never_saw_are_named_if_they_count() -> None:
+    run = Run()
+    run.tell(dispatched(IDS[:2]))
+    for execution in IDS[:2]:
+        run.tell(lo.HarnessStarted(execution, 42))
+        run.tell(lo.CallFinished(call(execution, 0)))
+        run.tell(lo.CallFinished(call(execution, 1)))
+    run.tell(lo.LimitFired(IDS[1], "harness_timeout"))
+    run.tell(lo.CallFinished(call(IDS[1], 2)))
+    run.tell(lo.ProcessExited(IDS[0], 0))
+    run.tell(lo.ProcessExited(IDS[1], 143, undelivered=(f"{IDS[1]}-c0001", f"{IDS[1]}-c0002")))
+    run.crash()
+    for execution in IDS[:2]:
+        run.tell(lo.WorkspacePreserved(execution, BLOB))
+    assert [t.undelivered for t in run.of(e.ExecutionTerminated)] == [(), (f"{IDS[1]}-c0001",)]
+
+
 @pytest.mark.parametrize(("limit", "ending", "is_scored"), [
     ("harness_timeout", "timed_out", True), ("calls", "timed_out", True), ("overall_timeout", "dropped", False)])
 def test_a_limit_kills_names_itself_and_decides_whether_the_rest_is_scored(limit: str, ending: str,

@@ -1,41 +1,15 @@
 """Prompts are exact: what was sampled is reused as ids, only new messages are tokenised, and digests say the same."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from gyre.contracts.digest import token_digest
-from gyre.rollout.gateway.calls import Evidence
-from gyre.rollout.gateway.messages import Answer, ChatRequest, Message, ToolCall
+from gyre.rollout.gateway.messages import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_fakes import Bench, make_bench
+from rollout_fakes import ask, make_bench, sequences
 
-NO_EVIDENCE = Evidence()
 SHELL = ({"type": "function", "function": {"name": "sh", "parameters": {"type": "object"}}},)
-CALL_TEXT = 'Look.\n<tool_call>\n{"name": "sh",  "arguments": {"b": 1,"a": "ü"}}\n</tool_call>'
-
-
-async def ask(bench: Bench, messages: list[Message], tools: tuple = (), **changes: object) -> Answer:
-    request = replace(ChatRequest(tuple(messages), tools), **changes)
-    session = bench.open()
-    key, pending = bench.calls.start(session, request, NO_EVIDENCE)
-    answer = await pending.result
-    session.delivered(key)
-    return answer
-
-
-def sequences(bench: Bench) -> dict[str, np.ndarray]:
-    """Prompt + output of every recorded call, rebuilt from the deltas alone as the trajectory service does."""
-    built: dict[str, np.ndarray] = {}
-    for call in bench.records:
-        record = call.record
-        base = built[record.base_call][:record.keep_len] if record.base_call else record.prompt_delta[:0]
-        built[record.call] = np.concatenate((base, record.prompt_delta, record.output_ids))
-        assert token_digest(built[record.call]) == record.digest
-        assert record.keep_len + len(record.prompt_delta) == record.prompt_len
-    return built
 
 
 async def test_each_turn_continues_the_exact_ids_of_the_one_before(tmp_path: Path) -> None:
@@ -112,33 +86,6 @@ async def test_other_tools_are_another_root(tmp_path: Path) -> None:
     await ask(bench, [Message("user", "hi"), answer.message, Message("user", "1")])
     record = bench.records[1].record
     assert bench.tokenizer.decode(sequences(bench)[record.call][:record.prompt_len]).startswith("<|im_start|>user\nhi")
-
-
-async def test_a_harness_that_writes_json_anew_does_not_fork(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path, CALL_TEXT, "done")
-    answer = await ask(bench, [Message("user", "hi")], SHELL)
-    assert answer.stop_reason == "tool_calls"
-    assert answer.message.content == "Look."
-    [call] = answer.message.tool_calls
-    assert json.loads(call.arguments) == {"b": 1, "a": "ü"}
-    rewritten = ToolCall(call.id, call.name, json.dumps({"a": "ü", "b": 1}, indent=1))
-    history = [Message("user", "hi"), Message("assistant", "Look. ", (rewritten,)),
-               Message("tool", "out", tool_call_id=call.id)]
-    await ask(bench, history, SHELL)
-    first, second = sequences(bench).values()
-    assert bench.records[1].record.keep_len == len(first)
-    assert CALL_TEXT in bench.tokenizer.decode(second), "the sampled text stands, not the harness's spelling of it"
-
-
-async def test_a_harness_that_changes_arguments_does_fork(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path, CALL_TEXT, "done")
-    answer = await ask(bench, [Message("user", "hi")], SHELL)
-    [call] = answer.message.tool_calls
-    history = [Message("user", "hi"), Message("assistant", "Look.", (ToolCall(call.id, "sh", '{"a": "cut"}'),)),
-               Message("tool", "out", tool_call_id=call.id)]
-    await ask(bench, history, SHELL)
-    first, _ = sequences(bench).values()
-    assert bench.records[1].record.keep_len < len(first)
 
 
 async def test_sub_agents_that_interleave_keep_their_own_lines(tmp_path: Path) -> None:

@@ -1,14 +1,21 @@
 """Who may call, what a repeated request is owed, and what happens when an execution ends."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from gyre.rollout.gateway.calls import CallSettings, Evidence
+from gyre.rollout.gateway.archive import ArchivedCall
+from gyre.rollout.gateway.calls import Calls, CallSettings
+from gyre.rollout.gateway.evidence import Evidence
 from gyre.rollout.gateway.messages import CallRefused, ChatRequest, Message
+from gyre.rollout.gateway.render import Renderer
 from gyre.rollout.gateway.session import StallMeter
-from rollout_fakes import make_bench
+from gyre.rollout.router import Attempt, Chunk, Job, Output, Router, RouterLimits, Stall
+from gyre.runtime.clock import SystemClock
+from rollout_fakes import FakeEngine, make_bench
 
 HELLO = ChatRequest((Message("user", "hello"),))
 ONCE = Evidence()
@@ -104,6 +111,67 @@ async def test_a_record_that_the_core_refuses_is_not_answered(tmp_path: Path) ->
     with pytest.raises(CallRefused, match="has ended"):
         await call.result
     assert session.num_recorded == 0
+
+
+class OneLogprobShort(FakeEngine):
+    """An engine that forgets a logprob."""
+
+    async def generate(self, attempt: Attempt) -> AsyncIterator[Chunk]:
+        async for chunk in super().generate(attempt):
+            yield replace(chunk, logprobs=chunk.logprobs[1:])
+
+
+async def keep_open(router: Router) -> None:
+    """Watch an engine and take it for healthy, whatever it says."""
+    while True:
+        router.set_admitting(0, True)
+        await asyncio.sleep(0)
+
+
+async def test_an_engine_that_says_too_few_logprobs_is_tried_again_and_given_up_by_name(tmp_path: Path) -> None:
+    engine = OneLogprobShort(lambda attempt: [70, 71, 72])
+    bench = make_bench(tmp_path, engine=engine)
+    session = bench.open()
+    watch = asyncio.create_task(keep_open(bench.router))
+    with pytest.raises(CallRefused, match="503.*3 ids has 3 versions and 2/3 logprobs"):
+        await bench.calls.start(session, HELLO, ONCE)[1].result
+    watch.cancel()
+    assert len(engine.attempts) > 1
+    assert not bench.records and not list(bench.archive.load(session.spec.execution))
+
+
+class UncheckedRouter(Router):
+    """Gives an output through as an engine said it: with `num_logprobs` logprobs."""
+
+    num_logprobs = 0
+
+    async def generate(self, job: Job, output: Output, stall: Stall) -> None:
+        await super().generate(job, output, stall)
+        output._logprobs = [np.zeros(self.num_logprobs, np.float32)]
+
+
+@pytest.mark.parametrize("num_logprobs", [2, 4])
+async def test_a_record_that_does_not_fit_together_is_never_made(tmp_path: Path, num_logprobs: int) -> None:
+    # 3 ids and 2 or 4 logprobs: refused and counted, never padded or cut.
+    bench = make_bench(tmp_path, "x")
+    router = UncheckedRouter({0: FakeEngine(lambda attempt: [70, 71, 72])}, RouterLimits(), SystemClock())
+    router.num_logprobs = num_logprobs
+    router.set_admitting(0, True)
+    calls = Calls(CallSettings(max_tokens=3), Renderer(bench.tokenizer), router, bench.archive, commit_nothing, fire_nothing,
+                  SystemClock())
+    session = bench.open()
+    with pytest.raises(CallRefused, match=f"503.*3 output ids but {num_logprobs} logprobs"):
+        await calls.start(session, HELLO, ONCE)[1].result
+    assert (calls.num_faulty, session.num_recorded, session.deliveries.undelivered) == (1, 0, ())
+    assert not list(bench.archive.load(session.spec.execution))
+
+
+async def commit_nothing(call: ArchivedCall) -> bool:
+    raise AssertionError(f"{call.record.call} was to be published")
+
+
+async def fire_nothing(execution: str) -> None:
+    raise AssertionError(f"{execution} reached no limit")
 
 
 async def test_the_nth_call_of_a_call_limit_waits_for_the_end(tmp_path: Path) -> None:

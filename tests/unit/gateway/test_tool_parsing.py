@@ -34,7 +34,9 @@ def test_a_call_cut_off_before_its_closing_tag_counts() -> None:
 @pytest.mark.parametrize("text", [
     "<tool_call>", "<tool_call>{", '<tool_call>{"name": 3}</tool_call>', "<tool_call>[]</tool_call>",
     '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '<tool_call>{"name": "f"} and more',
-    "<tool_call>" + "[" * 100_000,
+    "<tool_call>" + "[" * 100_000, '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', '<tool_call>{"name": "\\udfff"}</tool_call>',
 ])
 def test_broken_calls_stay_text(text: str) -> None:
     assert parse_tool_calls(text, "c") == (text, ())

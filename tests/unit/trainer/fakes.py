@@ -68,6 +68,9 @@ class MemoryBlobs:
     def read(self, path: str) -> bytes:
         return self.data[path]
 
+    def names(self, folder: str) -> list[str]:
+        return [path.rpartition("/")[2] for path in self.data if path.rpartition("/")[0] == folder]
+
 
 def ref_to(micro_step: MicroStep, blob: BlobRef) -> MicroStepRef:
     cost = micro_step.num_tokens + 0.001 * micro_step.num_pairs

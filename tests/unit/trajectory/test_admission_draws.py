@@ -3,15 +3,16 @@
 from collections import Counter
 from typing import Any
 
+from executions import POLICY, RecordedRoles
 from gyre.trajectory.admission import Admission, admit, draw
-from gyre.trajectory.roles import ROLE_ORDERS, RecordedRoles, leaf_roles
+from gyre.trajectory.roles import ROLE_ORDERS, leaf_roles
 from gyre.trajectory.targets import find_targets
 
 
 def admitted(calls: Any, max_paths: int = 5, preset: str = "paper", seed: tuple[str, str] = ("run", "x")) -> Admission:
     tree = calls.tree()
     roles = leaf_roles(tree, RecordedRoles().classify(tree.calls))
-    return admit(tree, find_targets(tree, "policy"), roles, ROLE_ORDERS[preset], max_paths, seed)
+    return admit(tree, find_targets(tree, POLICY), roles, ROLE_ORDERS[preset], max_paths, seed)
 
 
 def four_roles(script: Any) -> Any:
@@ -45,7 +46,7 @@ def test_what_max_paths_leaves_behind_is_counted(script: Any) -> None:
 def test_a_role_class_that_is_not_asked_for_is_counted(script: Any) -> None:
     tree = four_roles(script).tree()
     roles = leaf_roles(tree, RecordedRoles().classify(tree.calls))
-    admission = admit(tree, find_targets(tree, "policy"), roles, ("main",), 5, ("run", "x"))
+    admission = admit(tree, find_targets(tree, POLICY), roles, ("main",), 5, ("run", "x"))
     assert (admission.num_owned, admission.drops) == (2, {"role_class": 3})
 
 

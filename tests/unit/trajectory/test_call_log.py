@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre.contracts.digest import TokenChain, token_digest
-from gyre.contracts.errors import BrokenBody
 from gyre.contracts.events import CallRecorded, VersionSpan
 from gyre.trajectory.record import MARK, CallLog
 
@@ -71,12 +70,28 @@ def test_one_call_told_in_two_ways_is_a_conflict(script: Any) -> None:
     assert refusal_of([first, second, versions]) == "conflict"
 
 
-def test_lengths_that_disagree_never_become_a_record(script: Any) -> None:
+def test_lengths_that_disagree_are_refused_and_never_padded(script: Any) -> None:
     """C14: three ids with two or four log-probs."""
-    record = script().call([1], [2, 3, 4]).records[0]
-    for num in (2, 4):
-        with pytest.raises(BrokenBody, match="behaviour logprobs"):
-            replace(record, behaviour_logprobs=np.zeros(num, np.float32))
+    first, second = two_turns(script)
+    for num in (1, 3):
+        broken = replace(first, behaviour_logprobs=np.zeros(num, np.float32))
+        assert refusal_of([broken, second]) == "contradiction"
+        assert refusal_of([second, broken]) == "contradiction"
+
+
+def test_a_refused_record_is_known_and_counts_as_arrived(script: Any) -> None:
+    """Otherwise its execution would wait for it, and every redelivery would be another refusal."""
+    first, second = two_turns(script)
+    broken = replace(first, spans=())
+    log = CallLog()
+    assert log.add(broken)
+    assert not log.add(broken)
+    log.add(second)
+    assert len(log) == 2
+    again = CallLog()
+    for record in log.records():
+        again.add(record)
+    assert (str(again.refusal), len(again)) == (str(log.refusal), 2)
 
 
 def test_closing_names_what_is_missing(script: Any) -> None:

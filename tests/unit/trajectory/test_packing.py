@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from executions import POLICY, RecordedRoles
 from gyre.contracts.digest import bytes_digest
 from gyre.contracts.events import RoleClass
 from gyre.contracts.microstep import MicroStep, micro_step_from_bytes
 from gyre.trajectory.admission import admit
 from gyre.trajectory.packing import Budget, Extent, Member, micro_step, pack
-from gyre.trajectory.roles import ROLE_ORDERS, RecordedRoles, leaf_roles
+from gyre.trajectory.roles import ROLE_ORDERS, leaf_roles
 from gyre.trajectory.targets import find_targets
 
 WIDE = Budget(10**9, 10**12)
@@ -19,7 +20,7 @@ WIDE = Budget(10**9, 10**12)
 
 def member(calls: Any, advantage: float = 1.0, max_paths: int = 5) -> Member:
     tree = calls.tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     roles = leaf_roles(tree, RecordedRoles().classify(tree.calls))
     admission = admit(tree, targets, roles, ROLE_ORDERS["paper"], max_paths, ("run", calls.execution))
     return Member(calls.execution, advantage, tree, targets, admission)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from gyre.contracts import codec
-from gyre.contracts.events import ExecutionUnscorable, GroupCompleted, Outcome
+from gyre.contracts.events import ExecutionUnscorable, GroupCompleted, Outcome, RoleCounts
 from gyre.contracts.microstep import micro_step_from_bytes
-from gyre.runtime.effects import Publish, Tick, WriteBlob
+from gyre.runtime.effects import KeepingCore, Publish, Tick, WriteBlob
 from gyre.trajectory.config import TrajectoryConfig
 from gyre.trajectory.core import TrajectoryCore
 from gyre.trajectory.inspection import tree_from_bytes, tree_path
@@ -42,6 +42,28 @@ def published(effects: Sequence[Any]) -> list[GroupCompleted]:
     return [e.fact for e in effects if isinstance(e, Publish)]
 
 
+class Snapshots:
+    """What the runtime does with a core that keeps large parts beside its snapshot."""
+
+    def __init__(self, core: TrajectoryCore) -> None:
+        self.core = core
+        self.kept: dict[str, bytes] = {}
+        self.snapshot = b""
+
+    def save(self, state: State) -> None:
+        assert isinstance(self.core, KeepingCore)
+        kept = self.core.take_kept(state)
+        self.kept |= dict(kept.rows)
+        self.kept = {name: data for name, data in self.kept.items() if not name.startswith(kept.dropped)}
+        self.snapshot = self.core.snapshot(state)
+
+    def restored(self) -> State:
+        state = self.core.restore(self.snapshot)
+        for name, data in self.kept.items():
+            self.core.recall(state, name, data)
+        return state
+
+
 def only(effects: Sequence[Any]) -> GroupCompleted:
     (fact,) = published(effects)
     return fact
@@ -64,7 +86,7 @@ def test_a_group_completes_when_its_last_execution_is_scored(script: Any, story:
     assert [o.kind for o in fact.outcomes] == ["scored"] * 3
     assert [o.advantage for o in fact.outcomes] == pytest.approx([1.154699, -0.577349, -0.577349], abs=1e-6)
     assert fact.outcomes[0] == Outcome("g00000-000-x00", "scored", "finished", 1.0, fact.outcomes[0].advantage, 2, 4, 4,
-                                       {}, 8, 13, 4, "")
+                                       {}, 8, 13, 4, "", {"main": RoleCounts(2, 4, 1, 4)})
     assert (state.groups, list(state.completed)) == ({}, ["g00000-000"])
 
 
@@ -83,7 +105,7 @@ def test_blobs_come_before_the_fact_that_names_them(script: Any, story: Any, set
     assert sum(ref.num_targets for ref in fact.micro_steps) == 12
     for script_ in one.scripts:
         file = tree_from_bytes(blobs[tree_path(script_.execution)])
-        assert file.outcome in fact.outcomes
+        assert file.header.outcome in fact.outcomes
 
 
 def test_any_interleaving_with_duplicates_says_the_same_once(script: Any, story: Any, settings: Settings) -> None:
@@ -109,14 +131,21 @@ def test_a_crash_anywhere_and_a_replay_say_the_same(script: Any, story: Any, set
         expected.append(effects)
     for crash in range(len(facts) + 1):
         for saved in range(0, crash + 1, 3):
-            state, _ = tell(core, core.initial(), facts[:saved])
-            state = core.restore(core.snapshot(state))
-            state, _ = tell(core, state, facts[saved:crash])
+            first = saved // 2
+            state, store = core.initial(), Snapshots(core)
+            state, _ = tell(core, state, facts[:first])
+            store.save(state)
+            state, _ = tell(core, state, facts[first:saved])
+            store.save(state)
+            tell(core, state, facts[saved:crash])  # what the crash takes away
+            state, _ = tell(core, store.restored(), facts[saved:crash])
             assert core.resume(state, 0.0) == []
             for fact, effects in zip(facts[crash:], expected[crash:], strict=True):
                 state, again = core.step(state, fact, 0.0)
                 assert [codec.pack(e) for e in again] == [codec.pack(e) for e in effects]
             assert list(state.completed) == ["g00000-000"]
+            store.save(state)
+            assert store.kept == {}, "a completed group leaves nothing behind"
 
 
 def test_a_score_before_the_last_record_waits_for_it(script: Any, story: Any, settings: Settings) -> None:
@@ -219,21 +248,54 @@ def test_facts_of_strangers_are_counted(script: Any, story: Any, settings: Setti
     one, stranger = story(scripts(script, 1), [1.0]), script(execution="stranger").call([1], [2]).records[0]
     state, effects = run(settings, [stranger, one.dispatched, stranger, *one.facts()[1:]])
     assert [o.execution for o in only(effects).outcomes] == ["g00000-000-x00"]
-    assert state.counts == {"unknown-execution": 2}
+    assert state.counts["not_taken.unknown-execution"] == 2
 
 
 def test_what_comes_after_the_end_is_counted_and_ignored(script: Any, story: Any, settings: Settings) -> None:
     one = story(scripts(script, 1), [1.0])
     state, effects = run(settings, [*one.facts(), *one.facts()])
     assert len(published(effects)) == 1
-    assert state.counts == {"late": len(one.facts())}
+    assert state.counts["not_taken.late"] == len(one.facts())
 
 
 def test_duplicates_are_counted(script: Any, story: Any, settings: Settings) -> None:
     one = story(scripts(script, 1), [1.0])
     facts = one.facts()
     state, effects = run(settings, [*facts[:-1], *facts[:-1]])
-    assert (effects, state.counts) == ([], {"duplicate": len(facts) - 1})
+    assert (effects, state.counts) == ([], {"not_taken.duplicate": len(facts) - 1})
+
+
+def test_groups_that_cannot_teach_are_counted_and_say_so(script: Any, story: Any, settings: Settings) -> None:
+    """C19, C20: equal rewards and a group of one train nothing; the step goes on."""
+    for rewards, signal in (([0.7] * 4, "zero_variance"), ([0.95], "one_vote"), ([1.0, 0.0], "compared")):
+        state, effects = run(settings, story(scripts(script, len(rewards)), rewards).facts())
+        fact = only(effects)
+        assert (fact.signal, fact.num_scored) == (signal, len(rewards))
+        assert state.counts == {f"groups.{signal}": 1, "executions.scored": len(rewards)}
+        assert (fact.micro_steps == ()) == (signal != "compared")
+    one = story(scripts(script, 2), [1.0, 0.0])
+    one.ends = [one.end(s, ending="dropped") for s in one.scripts]
+    state, effects = run(settings, one.facts())
+    assert (only(effects).signal, state.counts["executions.dropped"]) == ("no_votes", 2)
+
+
+def test_what_the_harness_never_got_is_not_trained_unless_asked_for(script: Any, story: Any, settings: Settings) -> None:
+    """The gateway recorded the second answer of each; the connection was gone and nobody asked again."""
+    one = story(scripts(script, 2), [1.0, 0.0])
+    one.ends = [one.end(s, undelivered=(s.records[1].call,)) for s in one.scripts]
+    outcome = told(settings, one).outcomes[0]
+    assert (outcome.num_targets, outcome.num_trained_targets, outcome.not_targets) == (2, 2, {"unseen": 2})
+    outcome = told(settings, one, train_unseen=True).outcomes[0]
+    assert (outcome.num_targets, outcome.num_trained_targets, outcome.not_targets) == (4, 4, {})
+
+
+def test_a_path_longer_than_the_budget_is_passed_on_whole_and_marked(script: Any, story: Any, settings: Settings) -> None:
+    one = story([script(execution=f"g00000-000-x{n:02d}").call(range(60), [60 + n]) for n in range(2)], [1.0, 0.0])
+    state, effects = run(settings, one.facts(), budget=Budget(32, 10**6))
+    assert [(ref.num_tokens, ref.oversize) for ref in only(effects).micro_steps] == [(61, True), (61, True)]
+    assert state.counts["oversize_micro_steps"] == 2
+    fits = told(settings, one, budget=Budget(61, 10**6))
+    assert [ref.oversize for ref in fits.micro_steps] == [False, False]
 
 
 def test_completed_groups_are_remembered_up_to_a_bound(script: Any, story: Any, settings: Settings) -> None:

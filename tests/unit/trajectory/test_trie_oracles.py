@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from gyre.contracts.events import VersionSpan
+from executions import POLICY, RecordedRoles
+from gyre.contracts.events import CallEvidence, VersionSpan
 from gyre.trajectory.admission import admit
-from gyre.trajectory.roles import ROLE_ORDERS, RecordedRoles, leaf_roles
+from gyre.trajectory.roles import ROLE_ORDERS, leaf_roles
 from gyre.trajectory.targets import find_targets
 from gyre.trajectory.tree import Tree
 
@@ -18,12 +19,12 @@ def paths(tree: Tree) -> list[list[int]]:
 
 
 def target_ids(tree: Tree) -> list[int]:
-    return sorted(tree.ids[find_targets(tree, "policy").index].tolist())
+    return sorted(tree.ids[find_targets(tree, POLICY).index].tolist())
 
 
 def masks(tree: Tree, leaves: Sequence[int]) -> list[list[int]]:
     """Expanded ownership masks if the paths to `leaves` are admitted in this order."""
-    targets, owned, result = find_targets(tree, "policy"), set(), []
+    targets, owned, result = find_targets(tree, POLICY), set(), []
     for leaf in leaves:
         rows = [i for s in tree.path(leaf) for i in range(tree.bounds[s], tree.bounds[s + 1])]
         result.append([int(i in targets.index and i not in owned) for i in rows])
@@ -80,7 +81,7 @@ def test_drift_in_the_latest_output_is_never_masked_away(script: Any) -> None:
 def test_two_turns_merge_with_their_logprobs(script: Any) -> None:
     """O3: SkyRL's step-wise merge."""
     tree = script().call([10], [20], logprobs=[-0.5]).call([10, 20, 30], [40, 41], logprobs=[-0.3, -0.4]).tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert paths(tree) == [[10, 20, 30, 40, 41]]
     assert targets.index.tolist() == [1, 3, 4]
     assert targets.logprob.tolist() == pytest.approx([-0.5, -0.3, -0.4])
@@ -101,7 +102,7 @@ def test_nothing_shared_is_two_roots(script: Any) -> None:
 def test_a_fork_token_has_a_label_per_child(script: Any) -> None:
     """O5: both first completion tokens are targets, scored at position 1."""
     tree = script().call([1, 2], [10, 11]).call([1, 2], [20, 21, 22]).tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert tree.ids.tolist() == [1, 2, 10, 11, 20, 21, 22]
     assert tree.token_depths().tolist() == [0, 1, 2, 3, 2, 3, 4]
     assert [tree.size(s) for s in range(tree.num_segments)] == [2, 2, 3]
@@ -111,7 +112,7 @@ def test_a_fork_token_has_a_label_per_child(script: Any) -> None:
 
 def test_an_empty_prompt_makes_roots_that_nothing_can_score(script: Any) -> None:
     tree = script().call([], [10, 11]).call([], [20]).tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert tree.token_depths().tolist() == [0, 1, 0]
     assert (tree.ids[targets.index].tolist(), targets.num_rootless) == ([11], 2)
 
@@ -119,7 +120,7 @@ def test_an_empty_prompt_makes_roots_that_nothing_can_score(script: Any) -> None
 def test_a_read_token_that_was_sampled_elsewhere_is_a_target(script: Any) -> None:
     """O6: draws 8, targets 5; a later prompt attaches to the longest path."""
     calls = script().call([1, 2], [3, 4]).call([1, 2, 3, 4, 5], [6]).call([1, 2], [3, 4, 5, 6, 7])
-    targets = find_targets(calls.tree(), "policy")
+    targets = find_targets(calls.tree(), POLICY)
     assert paths(calls.tree()) == [[1, 2, 3, 4, 5, 6, 7]]
     assert (targets.num_drawn, target_ids(calls.tree())) == (8, [3, 4, 5, 6, 7])
     assert targets.call.tolist() == [0, 0, 2, 1, 2]
@@ -144,7 +145,7 @@ def test_an_empty_output_has_no_target(script: Any) -> None:
     """O11."""
     tree = script().call([1, 2, 3], []).tree()
     assert paths(tree) == [[1, 2, 3]]
-    assert len(find_targets(tree, "policy")) == 0
+    assert len(find_targets(tree, POLICY)) == 0
 
 
 def test_lengths_and_common_prefixes(script: Any) -> None:
@@ -158,8 +159,8 @@ def test_nothing_at_all_is_an_empty_tree(script: Any) -> None:
     for empty in (script(), script().call([], [])):
         tree = empty.tree()
         assert (tree.num_tokens, tree.num_segments, tree.leaves()) == (0, 0, [])
-        assert len(find_targets(tree, "policy")) == 0
-        assert admit(tree, find_targets(tree, "policy"), {}, ROLE_ORDERS["paper"], 5, ("r", "x")).paths == ()
+        assert len(find_targets(tree, POLICY)) == 0
+        assert admit(tree, find_targets(tree, POLICY), {}, ROLE_ORDERS["paper"], 5, ("r", "x")).paths == ()
     both = script().call([], []).call([1, 2, 3], []).tree()
     assert paths(both) == [[1, 2, 3]]
     assert both.end == (-1, 0)
@@ -199,7 +200,7 @@ def test_compaction_is_a_new_branch_and_the_pasted_summary_is_context(script: An
     """C12: the summary [70, 71] is a target on the leaf that sampled it only."""
     tree = (script().call([1, 2], [3]).call([1, 2, 3, 60], [70, 71], role_class="main-summary")
             .call([1, 70, 71], [5]).tree())
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert paths(tree) == [[1, 2, 3, 60, 70, 71], [1, 70, 71, 5]]
     found = [(int(tree.ids[i]), int(tree.token_depths()[i])) for i in targets.index]
     assert found == [(3, 2), (70, 4), (71, 5), (5, 3)]
@@ -207,7 +208,7 @@ def test_compaction_is_a_new_branch_and_the_pasted_summary_is_context(script: An
 
 def test_an_identical_resample_is_drawn_twice_and_counted_once(script: Any) -> None:
     tree = script().call([1], [2, 3], logprobs=[-0.1, -0.2]).call([1], [2, 3], logprobs=[-0.3, -0.4], version=1).tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert (targets.num_drawn, len(targets)) == (4, 2)
     assert targets.logprob.tolist() == pytest.approx([-0.1, -0.2])
     assert targets.version.tolist() == [0, 0]
@@ -216,15 +217,15 @@ def test_an_identical_resample_is_drawn_twice_and_counted_once(script: Any) -> N
 def test_outputs_of_other_models_and_of_aborted_calls_are_context(script: Any) -> None:
     tree = (script().call([1], [2], model="judge").call([1], [3], finish_reason="abort")
             .call([1], [4], finish_reason="error").call([1], [5]).tree())
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert target_ids(tree) == [5]
-    assert (targets.num_unseen, targets.num_drawn) == (2, 3)
+    assert (targets.num_without.get("unseen", 0), targets.num_drawn) == (2, 3)
 
 
 def test_what_one_call_aborted_and_another_sampled_is_a_target(script: Any) -> None:
     tree = script().call([1], [2, 3], finish_reason="abort").call([1], [2]).tree()
-    targets = find_targets(tree, "policy")
-    assert (target_ids(tree), targets.num_unseen) == ([2], 1)
+    targets = find_targets(tree, POLICY)
+    assert (target_ids(tree), targets.num_without.get("unseen", 0)) == ([2], 1)
 
 
 def test_a_call_that_ends_at_a_fork_ends_above_it(script: Any) -> None:
@@ -238,7 +239,7 @@ def test_a_call_that_ends_at_a_fork_ends_above_it(script: Any) -> None:
 def test_versions_within_one_output(script: Any) -> None:
     spans = (VersionSpan(0, 2, 4), VersionSpan(2, 5, 5))
     tree = script().call([1, 2], [3, 4, 5, 6, 7], spans=spans).call([1, 2, 3, 9], [8], version=6).tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     by_id = dict(zip(tree.ids[targets.index].tolist(), targets.version.tolist(), strict=True))
     assert by_id == {3: 4, 4: 4, 5: 5, 6: 5, 7: 5, 8: 6}
 
@@ -258,7 +259,7 @@ def test_a_recorded_session_with_context_summarisation(script: Any, ramps: tuple
     for last, size in ramps:
         calls.call(range(100, last + 1), range(1000, 1000 + size))
     tree = calls.tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert (tree.num_flat_tokens, tree.num_tokens, targets.num_drawn, len(targets)) == (flat, unique, drawn, counted)
 
 
@@ -266,7 +267,7 @@ def test_three_draws_of_one_prompt_the_third_a_prefix(script: Any) -> None:
     """O15, steps 8 to 10: an 850-token prompt, outputs 40, 40, 30: 110 drawn, 40 counted once."""
     prompt, output = list(range(100, 950)), list(range(1000, 1040))
     tree = script().call(prompt, output).call(prompt, output).call(prompt, output[:30]).tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     assert (targets.num_drawn, len(targets), tree.num_tokens) == (110, 40, 890)
 
 
@@ -280,3 +281,31 @@ def test_a_chain_of_a_thousand_nested_forks_needs_no_recursion(script: Any) -> N
     assert len(tree.leaves()) == 1200
     assert max(tree.depth) == 1200
     assert tree.token_parents()[1] == 0
+
+
+def test_a_rejected_compaction_is_evidence_and_owns_nothing(script: Any) -> None:
+    """O7: rejected and accepted attempts share a prefix; trained are 2, 5 and 7, each once.
+
+    The rejected branch must not claim what it shares: with one path per leaf, token 2 belongs to a branch that trains.
+    """
+    rejected = CallEvidence(tags={"x-gyre-trainable": "no"})
+    calls = (script().call([1], [2]).call([1, 2, 3], [4], evidence=rejected, role_class="main-summary")
+             .call([1, 2, 3], [5], role_class="main-summary").call([1, 2, 6], [7]))
+    tree, targets = calls.tree(), find_targets(calls.tree(), POLICY)
+    assert target_ids(tree) == [2, 5, 7]
+    assert (targets.excluded, targets.num_without) == (("", "untrainable", "", ""), {"untrainable": 1})
+    roles = leaf_roles(tree, RecordedRoles().classify(tree.calls))
+    admission = admit(tree, targets, roles, ROLE_ORDERS["paper"], 5, ("run", "x"))
+    trained = [int(tree.ids[i]) for s, owner in enumerate(admission.owner) if owner >= 0
+               for i in targets.index[targets.offsets[s]:targets.offsets[s + 1]]]
+    assert (sorted(trained), admission.drops) == ([2, 5, 7], {})
+    last = {int(tree.ids[tree.bounds[leaf + 1] - 1]): leaf for leaf in tree.leaves()}
+    assert last[4] not in {path.leaf for path in admission.paths}
+
+
+def test_advantage_is_one_scalar_on_the_owned_targets_only(script: Any) -> None:
+    """O14: prompt, sampled, observation with advantage 0.7 give 0, 0.7, 0. C25: masks 0 1 1 and 1 1 1 of one execution."""
+    single = script().call([1], [2]).call([1, 2, 3], []).tree()
+    assert [0.7 * m for m in masks(single, single.leaves())[0]] == [0, 0.7, 0]
+    rows = script().call([1, 9], [2, 3]).call([1, 9], [4, 5, 6]).tree()
+    assert masks(rows, rows.leaves()) == [[0, 0, 1, 1], [0, 0, 1, 1, 1]]

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from executions import random_calls
+from executions import POLICY, RecordedRoles, random_calls
 from gyre.trajectory.admission import admit, draw
 from gyre.trajectory.record import CallLog
-from gyre.trajectory.roles import ROLE_ORDERS, RecordedRoles, leaf_roles
+from gyre.trajectory.roles import ROLE_ORDERS, leaf_roles
 from gyre.trajectory.targets import find_targets
 from gyre.trajectory.tree import Tree, build_tree
 from hypothesis import given, settings
@@ -78,7 +78,7 @@ def prefixes(tree: Tree) -> list[Prefix]:
 
 
 def test_the_tree_is_that_of_the_definition() -> None:
-    for seed in range(400):
+    for seed in range(1000):
         calls = random_calls(seed)
         tree, slow = calls.tree(), SlowTrie(calls)
         nodes = prefixes(tree)
@@ -93,19 +93,19 @@ def test_the_tree_is_that_of_the_definition() -> None:
 
 
 def test_targets_are_those_of_the_definition() -> None:
-    for seed in range(400):
+    for seed in range(1000):
         calls = random_calls(seed)
         tree, slow = calls.tree(), SlowTrie(calls)
-        targets, nodes = find_targets(tree, "policy"), prefixes(tree)
+        targets, nodes = find_targets(tree, POLICY), prefixes(tree)
         found = {nodes[i]: (float(targets.logprob[k]), int(targets.version[k])) for k, i in enumerate(targets.index)}
         assert found == slow.sampled, seed
 
 
 def test_ownership_is_that_of_the_definition() -> None:
-    for seed in range(400):
+    for seed in range(1000):
         calls = random_calls(seed)
         tree, slow = calls.tree(), SlowTrie(calls)
-        targets, nodes = find_targets(tree, "policy"), prefixes(tree)
+        targets, nodes = find_targets(tree, POLICY), prefixes(tree)
         roles = leaf_roles(tree, RecordedRoles().classify(tree.calls))
         order, max_paths = ROLE_ORDERS[["paper", "announcement"][seed % 2]], 1 + seed % 6
         admission = admit(tree, targets, roles, order, max_paths, ("run", calls.execution))
@@ -144,7 +144,7 @@ def test_any_order_and_any_duplication_gives_one_tree(seed: int, data: st.DataOb
 @given(seed=st.integers(0, 10**6))
 def test_with_enough_paths_every_target_is_owned_exactly_once(seed: int) -> None:
     tree = random_calls(seed, num_ids=40).tree()
-    targets = find_targets(tree, "policy")
+    targets = find_targets(tree, POLICY)
     roles = leaf_roles(tree, RecordedRoles().classify(tree.calls))
     admission = admit(tree, targets, roles, ROLES, 10_000, ("run", "x"))
     assert admission.num_owned == len(targets)
@@ -155,11 +155,11 @@ def test_one_call_more_changes_nothing_that_was_there() -> None:
     """Inserting a duplicate of every call leaves tree and targets alone; only the draws double."""
     for seed in range(50):
         calls = random_calls(seed)
-        tree, targets = calls.tree(), find_targets(calls.tree(), "policy")
+        tree, targets = calls.tree(), find_targets(calls.tree(), POLICY)
         for record, sequence in list(zip(calls.records, calls.sequences, strict=True)):
             calls.call(sequence[:record.prompt_len], sequence[record.prompt_len:], model=record.model,
                        finish_reason=record.finish_reason, spans=record.spans)
-        doubled = find_targets(calls.tree(), "policy")
+        doubled = find_targets(calls.tree(), POLICY)
         assert calls.tree().ids.tolist() == tree.ids.tolist()
         assert doubled.index.tolist() == targets.index.tolist()
         assert doubled.logprob.tolist() == targets.logprob.tolist()

@@ -12,7 +12,6 @@ from gyre.cli.facts import FactLog
 from gyre.cli.views import Execution, calls_by_execution, executions, steps
 from gyre.contracts import events as e
 
-NOT_TARGETS = "unseen"  # drop reason that counts sampled positions which are no targets
 MAX_NAMED = 5
 
 
@@ -171,7 +170,7 @@ def targets(log: FactLog) -> Targets:
         for outcome in completed.fact.outcomes:
             num_sampled += outcome.num_sampled_tokens
             num_targets += outcome.num_targets
-            drops.update({r: n for r, n in outcome.drops.items() if r != NOT_TARGETS})
+            drops.update(outcome.drops)
             kind = fate.get(name, "waiting")
             num_trained += outcome.num_trained_targets if kind == "trained" else 0
             num_waiting += outcome.num_trained_targets if kind == "waiting" else 0
@@ -196,7 +195,7 @@ def _targets(log: FactLog) -> Check:
     problems: list[str] = []
     for completed in log.all(e.GroupCompleted).values():
         for o in completed.fact.outcomes:
-            dropped = sum(num for reason, num in o.drops.items() if reason != NOT_TARGETS)
+            dropped = sum(o.drops.values())
             if o.num_targets != o.num_trained_targets + dropped:
                 problems.append(f"{o.execution}: {o.num_targets} targets, {o.num_trained_targets} admitted, "
                                 f"{dropped} dropped")

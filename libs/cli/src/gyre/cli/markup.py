@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-VOID = frozenset({"br", "meta", "line", "rect", "circle", "path"})
+VOID = frozenset({"br", "meta", "line", "rect", "circle", "path", "input"})
 
 
 class Html(str):

@@ -13,12 +13,13 @@ from importlib import resources
 from pathlib import Path
 
 from gyre.cli.cases import median_task, timed_out
-from gyre.cli.charts import Axis, Interval, Rule, Series, Span, axis, curves, duration, intervals, short, stack, timeline
+from gyre.cli.charts import Axis, Interval, Rule, Series, Span, axis, curves, duration, intervals, short, timeline
 from gyre.cli.conservation import Check
 from gyre.cli.ledger import RunLedger
 from gyre.cli.markup import Html, el, join, table
 from gyre.cli.metrics import Estimate, estimate, mean_reward, moving_mean, paired_gain
 from gyre.cli.report_cases import Sources, held_out_case, timed_out_case
+from gyre.cli.report_trees import trees_section
 from gyre.cli.views import Evaluation, cell_timelines, waterlevels
 from gyre.contracts import events as e
 from gyre.runtime.config import RunConfig
@@ -69,10 +70,11 @@ def render_report(ledger: RunLedger, context: ReportContext) -> str:
     parts = [
         _head(ledger, context, before, after, checks), _held_out(context, before, after),
         _learning(ledger, context, before), held_out_case(median_task(ledger, before, after), sources),
-        timed_out_case(timed_out(ledger), sources), _balance(checks), _cells(ledger), _tokens(ledger),
+        timed_out_case(timed_out(ledger), sources), _balance(checks), _cells(ledger), trees_section(ledger),
         _optimisation(ledger), _again(context),
     ]
-    style = resources.files("gyre.cli").joinpath("report.css").read_text(encoding="utf-8")
+    style = "".join(resources.files("gyre.cli").joinpath(name).read_text(encoding="utf-8")
+                    for name in ("report.css", "drawing.css"))
     head = join((el("meta", charset="utf-8"),
                  el("meta", name="viewport", content="width=device-width, initial-scale=1"),
                  el("title", f"{context.config.name} · OpenGyre run report"), el("style", Html(style))))
@@ -206,24 +208,6 @@ def _middle_burst(ledger: RunLedger, begin: int) -> tuple[float, float] | None:
         return None
     middle = len(opened) // 2
     return (opened[middle] - begin), (opened[middle + 2] - begin)
-
-
-def _tokens(ledger: RunLedger) -> Html:
-    found = ledger.targets()
-    if not found.num_targets:
-        return Html("")
-    tones = {"trained": "c2", "waiting": "grey"}
-    others = iter(("soft", "c3", "move", "c1") * 4)
-    parts = [(name, float(num), tones.get(name) or next(others)) for name, num in found.parts.items() if num]
-    outcomes = [o for c in ledger.all(e.GroupCompleted).values() if c.fact.purpose == "train" for o in c.fact.outcomes]
-    flat, unique = sum(o.num_flat_tokens for o in outcomes), sum(o.num_unique_tokens for o in outcomes)
-    text = (f"Training executions sampled {found.num_sampled_tokens:,} tokens at {found.num_targets:,} distinct places "
-            f"of their trees (targets). ")
-    if unique:
-        text += (f"Their calls hold {flat:,} tokens when each is written out and {unique:,} in the trees: sharing "
-                 f"prefixes saves a factor of {flat / unique:.1f}.")
-    return join((el("h2", "Tokens trained against sampled"), el("p", text),
-                 stack("Targets, by what became of them", parts)))
 
 
 def _optimisation(ledger: RunLedger) -> Html:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from gyre.cli.cases import BeforeAfter, diff, workspace_of_snapshot, workspace_of_task
 from gyre.cli.markup import Html, el, join, table
-from gyre.cli.treefile import Decode, TreeView, children, read_tree, runs, spelled, turns
+from gyre.cli.tree_view.anatomy import anatomy
+from gyre.cli.tree_view.drawing import drawing, legend
+from gyre.cli.tree_view.outline_html import outline_html
+from gyre.cli.treefile import Decode, TreeView, read_tree, spelled, turns
 from gyre.cli.views import Execution
 from gyre.contracts.errors import BrokenBody
 from gyre.policy.tokenizer import TOKENIZER_FILE, ChatTokenizer
@@ -15,8 +18,7 @@ from gyre.runtime.blobs import BlobStore, open_blobs
 from gyre.runtime.config import RunConfig, load_deployment
 
 MAX_TURNS = 60
-MAX_SEGMENTS = 120
-NUM_TINTS = 5
+MAX_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def timed_out_case(x: Execution | None, sources: Sources) -> Html:
                      "thrown away: its workspace is preserved as it stood, scored like any other, and what it "
                      "sampled is trained."), _fate(x), el("h3", "What it had changed in its workspace"),
              _diff(sources.changes(x)), el("h3", "Its trajectory tree")]
-    parts += [el("p", tree, cls="mut")] if isinstance(tree, str) else [_paths(tree), _tree(tree, sources)]
+    parts += [el("p", tree, cls="mut")] if isinstance(tree, str) else [_tree(tree, sources)]
     return join(parts)
 
 
@@ -153,42 +155,10 @@ def _diff(changes: list[str] | str) -> Html:
     return el("pre", *lines, cls="diff")
 
 
-def _paths(tree: TreeView) -> Html:
-    if not tree.paths:
-        return el("p", "No path of it was admitted to training.", cls="mut")
-    keys = [el("span", el("mark", f"path {number}", cls=_tint(number)), f" {path.role_class}, {path.num_owned} targets")
-            for number, path in enumerate(tree.paths)]
-    free = el("span", el("mark", "dashed", cls="free"), " sampled, not trained")
-    return el("p", "Colours say which admitted path owns a target. ", *[join((key, "  ")) for key in keys], free,
-              cls="legend")
-
-
-def _tint(owner: int) -> str:
-    return "free" if owner < 0 else f"p{owner % NUM_TINTS}"
-
-
-def _tree(tree: TreeView, sources: Sources) -> Html:
-    below = children(tree)
-    shown = set(range(min(len(tree.parent), MAX_SEGMENTS)))
-    items: dict[int, Html] = {}
-    for segment in sorted(shown, reverse=True):  # children stand behind their parents: no recursion is needed
-        nested = [items[child] for child in below.get(segment, []) if child in shown]
-        items[segment] = _segment(tree, segment, sources, nested)
-    roots = [items[root] for root in below.get(-1, []) if root in shown]
-    left = len(tree.parent) - len(shown)
-    return join((el("ul", *roots, cls="tree"), el("p", f"and {left} more segments", cls="mut") if left else None))
-
-
-def _segment(tree: TreeView, segment: int, sources: Sources, nested: list[Html]) -> Html:
-    depth, size = int(tree.depth[segment]), int(tree.bounds[segment + 1] - tree.bounds[segment])
-    owner = int(tree.owner[segment])
-    pieces: list[Html | str] = []
-    for run in runs(tree, segment):
-        text = sources.text(run.ids)
-        if run.call < 0:
-            pieces.append(f"{text}\n")
-        else:
-            pieces.append(join((el("mark", text, cls=_tint(owner)), f"  #{tree.calls[run.call].index}\n")))
-    ending = sorted({call.role_class for call in tree.calls if call.segment == segment})
-    meta = f"tokens {depth} to {depth + size} · {', '.join(ending) or 'shared by the segments below'}"
-    return el("li", el("div", meta, cls="meta"), el("div", *pieces, cls="said"), el("ul", *nested) if nested else None)
+def _tree(view: TreeView, sources: Sources) -> Html:
+    """Its drawing, and its outline with texts; `gyre tree` shows more of it."""
+    tree = anatomy(view)
+    trained = ("Colours of texts say which admitted path trains them." if view.paths
+               else "No path of it was admitted to training.")
+    return join((legend(tree), el("div", drawing(tree), cls="draw"), el("p", trained, cls="mut"),
+                 outline_html(tree, MAX_LINES, sources.text)))

@@ -188,14 +188,16 @@ class CallEvidence:
     replays  the latest earlier call whose answer stands among the messages as the assistant's
     quotes   earlier calls whose whole answer stands in a message of somebody else, oldest first
     task_of  the call with an unanswered tool call of which the first user text is an argument
+    continues  the prompt goes on with the context of its base call, up to what the chat template itself takes back
 
-    The last three are looked for only where a context begins that continues no earlier one token by token.
+    Quotes, replays and tasks are looked for only where a context begins that continues no earlier one.
     """
 
     tags: dict[str, str] = field(default_factory=dict)
     replays: str | None = None
     quotes: tuple[str, ...] = ()
     task_of: str | None = None
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,9 +337,11 @@ class RoleCounts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one execution of a group. `drops` counts targets that are not trained, by reason.
+    """What became of one execution of a group.
 
-    `roles` has the role classes that occurred; `num_unknown_roots`: contexts nothing is known of, taken as `main`.
+    `drops` counts targets that are not trained, by reason; `not_targets` sampled positions that are none: the agent never
+    saw them, the harness does not want them trained, or nothing comes before them that could score them. `roles` has the
+    role classes that occurred; `num_unknown_roots`: contexts nothing is known of, taken as `main`.
     """
 
     execution: str
@@ -355,6 +359,7 @@ class Outcome:
     reason: str = ""
     roles: dict[RoleClass, RoleCounts] = field(default_factory=dict)
     num_unknown_roots: int = 0
+    not_targets: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

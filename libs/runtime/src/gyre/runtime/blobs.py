@@ -22,6 +22,10 @@ class BlobStore(Protocol):
         """Unverified bytes. Raises FileNotFoundError."""
         ...
 
+    def names(self, folder: str) -> list[str]:
+        """Names of the blobs that lie right in `folder`, in no order; for people who look around, never for a service."""
+        ...
+
 
 def ref_of(path: str, data: bytes) -> BlobRef:
     """The reference `data` has once it is put at `path`."""
@@ -60,6 +64,10 @@ class DirectoryBlobs:
     def read(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
 
+    def names(self, folder: str) -> list[str]:
+        found = (self.root / folder).glob("*")
+        return [path.name for path in found if not path.name.startswith(".")]
+
 
 class FsspecBlobs:
     """Blobs on any filesystem fsspec knows, e.g. `s3://bucket/prefix`."""
@@ -84,6 +92,12 @@ class FsspecBlobs:
 
     def read(self, path: str) -> bytes:
         return self._fs.cat_file(f"{self._root}/{path}")
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return [str(name).rpartition("/")[2] for name in self._fs.ls(f"{self._root}/{folder}", detail=False)]
+        except FileNotFoundError:
+            return []
 
 
 def open_blobs(where: str) -> BlobStore:

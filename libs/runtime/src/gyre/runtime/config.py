@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from gyre.contracts.errors import ConfigError
+from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
 
@@ -91,8 +92,11 @@ class BurstConfig:
 class AdmissionConfig:
     """Which paths of a scored execution are trained, and in what packs."""
 
-    max_paths: int = 5
-    preset: Literal["paper", "announcement"] = "paper"
+    max_paths: int = 5  # of one execution; 0: no bound
+    preset: Literal["paper", "announcement"] = "paper"  # in which order role classes are admitted
+    order: tuple[RoleClass, ...] = ()  # the same by name, instead of a preset; a class that is left out is not trained
+    harness: Literal["any", "gyre", "claude-code", "codex", "terminus-2", "openhands"] = "any"  # whose word on roles counts
+    train_unseen: bool = False  # train also what the agent never saw: aborted and undelivered answers
     advantage: Literal["grpo", "mean", "rloo"] = "grpo"
     token_budget: int = 4096  # tokens in one micro-step
     pairs_budget: int = 4_000_000  # visible (query, key) pairs in one micro-step
@@ -303,14 +307,15 @@ def check_run(config: RunConfig) -> None:
         "burst.steps_per_burst": config.burst.steps_per_burst,
         "burst.groups_per_step": config.burst.groups_per_step, "reward.evaluators": config.reward.evaluators,
         "burst.executions_per_group": config.burst.executions_per_group,
-        "admission.max_paths": config.admission.max_paths,
+        "admission.token_budget": config.admission.token_budget, "admission.pairs_budget": config.admission.pairs_budget,
         "engine.kv_tokens": config.engine.kv_tokens, "harness.timeout_s": config.harness.timeout_s,
         "sampling.temperature": config.sampling.temperature, "harness.max_concurrent": config.harness.max_concurrent,
     }
     for key, value in positive.items():
         if value <= 0:
             raise ConfigError(f"{key} = {value}: must be greater than 0")
-    for key, value in {"burst.phi": config.burst.phi, "optimizer.learning_rate": config.optimizer.learning_rate,
+    for key, value in {"burst.phi": config.burst.phi, "admission.max_paths": config.admission.max_paths,
+                       "optimizer.learning_rate": config.optimizer.learning_rate,
                        "evaluation.num_tasks": config.evaluation.num_tasks}.items():
         if value < 0:
             raise ConfigError(f"{key} = {value}: must not be negative")

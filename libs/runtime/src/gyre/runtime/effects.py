@@ -7,7 +7,7 @@ after the commit.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from gyre.contracts.events import Fact
 
@@ -55,3 +55,28 @@ class Core(Protocol[S]):
     def snapshot(self, state: S) -> bytes: ...
 
     def restore(self, data: bytes) -> S: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What changed in the large parts of a state: `rows` (name, bytes) are new, names that begin with `dropped` are gone."""
+
+    rows: tuple[tuple[str, bytes], ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class KeepingCore(Core[S], Protocol[S]):
+    """A core whose state has large parts that never change once they are there.
+
+    They are written once, beside the snapshot and in its transaction, instead of with every snapshot; a snapshot then
+    costs what is new, and a restart reads each part once.
+    """
+
+    def take_kept(self, state: S) -> Kept:
+        """What changed since it was last asked for; the next `snapshot` goes with it."""
+        ...
+
+    def recall(self, state: S, name: str, data: bytes) -> None:
+        """Put one kept part back into a restored state. Parts come in the order in which they were kept."""
+        ...

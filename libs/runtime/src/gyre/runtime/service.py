@@ -28,7 +28,7 @@ from gyre.runtime import telemetry
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.bus import Bus, Received
 from gyre.runtime.clock import Clock
-from gyre.runtime.effects import Core, Effect, Publish, Tick, WriteBlob
+from gyre.runtime.effects import Core, Effect, KeepingCore, Kept, Publish, Tick, WriteBlob
 from gyre.runtime.store import Commit, JournalRow, OutboxRow, Store
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Service(Generic[S]):
             if item.received is not None:
                 await item.received.ack()
         if self._store.journal_length() > SNAPSHOT_EVERY:
-            self._store.save_snapshot(self.core.snapshot(self.state))
+            self._save_snapshot()
 
     def _step(self, item: _Item, commit: Commit) -> list[tuple[Effect, dict[str, str]]]:
         """Step the core with one item and note in `commit` what has to be durable."""
@@ -282,6 +282,9 @@ class Service(Generic[S]):
         snapshot = self._store.snapshot()
         if snapshot is not None:
             self.state = self.core.restore(snapshot)
+            if isinstance(self.core, KeepingCore):
+                for name, data in self._store.kept():
+                    self.core.recall(self.state, name, data)
         num = 0
         for row in self._store.journal():
             event = self._decode(row.body)[1] if row.kind == MESSAGE else codec.unpack(row.body, self._locals[row.kind])
@@ -291,6 +294,10 @@ class Service(Generic[S]):
         self._careful = CAREFUL_EVENTS if self._store.note_start() else 0
         log.info("recovered: snapshot %s, %d events in %.2f s", "yes" if snapshot else "no", num,
                  time.perf_counter() - started)
+
+    def _save_snapshot(self) -> None:
+        kept = self.core.take_kept(self.state) if isinstance(self.core, KeepingCore) else Kept()
+        self._store.save_snapshot(self.core.snapshot(self.state), kept.rows, kept.dropped)
 
     async def _tick(self) -> None:
         while True:
@@ -309,7 +316,7 @@ class Service(Generic[S]):
             await self.clock.sleep(0.05)
         for task in list(self._tasks):
             task.cancel()
-        self._store.save_snapshot(self.core.snapshot(self.state))
+        self._save_snapshot()
         self._store.note_clean_stop()
         self._store.close()
 

@@ -1,4 +1,6 @@
-"""One SQLite file per process: snapshot, journal, applied sequences and outbox, changed in one transaction.
+"""One SQLite file per process: snapshot and the parts kept beside it, journal, applied sequences and outbox.
+
+What belongs together is changed in one transaction.
 
 Invariants kept here:
 - an event is in the journal (or in the snapshot) if and only if what it published is in the outbox or was sent;
@@ -44,6 +46,7 @@ class Commit:
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS snapshot (one INTEGER PRIMARY KEY CHECK (one = 1), state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS kept (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS journal (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, now REAL NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS applied (stream TEXT PRIMARY KEY, sequence INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS outbox (id INTEGER PRIMARY KEY, message_id TEXT UNIQUE NOT NULL, subject TEXT NOT NULL,
@@ -116,14 +119,25 @@ class Store:
         db.execute("COMMIT")
         self._num_journalled += len(commit.journal)
 
-    def save_snapshot(self, state: bytes) -> None:
-        """Replace snapshot and journal by `state`."""
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("INSERT INTO snapshot VALUES (1, ?) "
-                         "ON CONFLICT (one) DO UPDATE SET state = excluded.state", (state,))
-        self._db.execute("DELETE FROM journal")
-        self._db.execute("COMMIT")
+    def save_snapshot(self, state: bytes, kept: Iterable[tuple[str, bytes]] = (), dropped: Iterable[str] = ()) -> None:
+        """Replace snapshot and journal by `state`; add `kept` parts and remove those whose names begin with `dropped`."""
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            db.execute("INSERT INTO snapshot VALUES (1, ?) "
+                       "ON CONFLICT (one) DO UPDATE SET state = excluded.state", (state,))
+            db.executemany("INSERT OR REPLACE INTO kept (name, data) VALUES (?, ?)", kept)
+            db.executemany("DELETE FROM kept WHERE name >= ? AND name < ?", [(p, p + "\U0010ffff") for p in dropped])
+            db.execute("DELETE FROM journal")
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
+        db.execute("COMMIT")
         self._num_journalled = 0
+
+    def kept(self) -> Iterator[tuple[str, bytes]]:
+        """The parts that belong to the snapshot, in the order in which they were kept."""
+        yield from self._db.execute("SELECT name, data FROM kept ORDER BY id")
 
     def unsent(self, limit: int) -> list[OutboxRow]:
         """Messages still to be published, oldest first."""

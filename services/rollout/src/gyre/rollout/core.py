@@ -203,7 +203,7 @@ class RolloutCore:
             ending=execution.ending, num_calls=execution.num_calls,
             wall_s=max(0.0, (execution.ended_at or now) - begun), snapshot=snapshot, limit=execution.limit,
             reason=execution.reason, exit_code=execution.exit_code, num_harness_errors=execution.num_errors,
-            stall_s=execution.stall_s))]
+            stall_s=execution.stall_s, undelivered=execution.undelivered))]
         if snapshot is not None and execution.ending != "dropped":
             effects.append(Publish(EvaluationRequested(execution.id, execution.group, execution.query, execution.task,
                                                        execution.purpose, execution.ending, snapshot)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gyre.contracts.events import Ending, ExecutionSpec, Purpose
+from gyre.contracts.ids import call_id
 from gyre.rollout.local import Limit, ProcessExited
 
 Phase = Literal["dispatched", "starting", "running", "ending", "preserving"]
@@ -42,6 +43,7 @@ class Execution:
     reason: str = ""
     num_errors: int = 0
     ended_at: float = 0.0
+    undelivered: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -84,10 +86,16 @@ def exited(execution: Execution, event: ProcessExited, now: float) -> Execution 
     if execution.phase not in ("starting", "running", "ending"):
         return None
     execution = replace(execution, exit_code=event.exit_code, num_errors=event.num_errors, ended_at=now,
-                        reason=event.reason)
+                        reason=event.reason, undelivered=_recorded(execution, event.undelivered))
     if execution.phase != "ending":
         execution = replace(execution, ending=_own_ending(event.exit_code))
     return replace(execution, phase="preserving")
+
+
+def _recorded(execution: Execution, calls: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `calls` that count; a call that was cut off on its way here does not."""
+    known = {call_id(execution.id, index) for index in range(execution.num_calls)}
+    return tuple(c for c in calls if c in known)
 
 
 def _own_ending(exit_code: int | None) -> Ending:

@@ -137,7 +137,8 @@ class Executor:
                 if not self._is_wanted(execution):
                     return
                 if effect.is_running and not self._harness.was_started(home):
-                    await self._post(ProcessExited(execution, None, 0, "nothing is left of the harness"))
+                    await self._post(ProcessExited(execution, None, 0, "nothing is left of the harness",
+                                                   self._sessions.undelivered(execution)))
                     return
                 pid = await asyncio.to_thread(self._launch, effect)
         except (GyreError, OSError) as error:
@@ -226,7 +227,7 @@ class Executor:
         code, reason = (ended.code, ended.reason) if ended else (None, "the harness never started")
         if code:
             reason = await asyncio.to_thread(self._harness.last_words, home)
-        await self._post(ProcessExited(execution, code, num_errors, reason))
+        await self._post(ProcessExited(execution, code, num_errors, reason, self._sessions.undelivered(execution)))
 
     # ------------------------------------------------------------ after the end
 

@@ -44,12 +44,16 @@ class LimitFired:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """The harness and everything it started is gone. `exit_code` None: nobody knows how; `reason` says why."""
+    """The harness and everything it started is gone. `exit_code` None: nobody knows how; `reason` says why.
+
+    `undelivered`: calls whose answer never reached it, as far as the gateway can tell.
+    """
 
     execution: str
     exit_code: int | None
     num_errors: int = 0
     reason: str = ""
+    undelivered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,13 +204,14 @@ class Router:
             EngineRefused: no engine will serve it.
             EngineError: engines failed too often, or none admitted in time.
         """
-        errors = 0
+        errors, last = 0, ""
         for number in range(self._limits.max_replays):
             engine = await self._choose(job.execution, stall)
             output.finish = None
             try:
                 await self._attempt(engine, job, output, number)
             except EngineGone as error:
+                last = str(error)
                 log.warning("cell %d: %s: %s", engine.cell, job.request_id, error)
             output.finish = _settled(output, job)
             if output.finish in ("stop", "length"):
@@ -219,7 +220,7 @@ class Router:
             if errors > self._limits.max_engine_errors:
                 break
             self.num_replayed += 1
-        raise EngineError(f"{job.request_id}: engines failed it too often")
+        raise EngineError(f"{job.request_id}: engines failed it too often{last and f'; the last one: {last}'}")
 
     async def _choose(self, execution: str, stall: Stall) -> _Engine:
         while not self._admits.is_set():

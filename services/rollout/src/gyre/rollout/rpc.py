@@ -9,6 +9,7 @@ from gyre.proto.common.v1 import status_pb2
 from gyre.proto.rollout.v1 import service_pb2 as pb
 from gyre.proto.rollout.v1 import service_pb2_grpc as pb_grpc
 from gyre.rollout.core import State
+from gyre.rollout.gateway.calls import Calls
 from gyre.rollout.keeper import Keeper
 from gyre.rollout.router import Router
 from gyre.runtime.process import Process
@@ -25,6 +26,7 @@ class View:
     router: Router
     keepers: Mapping[int, Keeper]
     outbox_depth: Callable[[], int]
+    calls: Calls
 
 
 class RolloutRpc(pb_grpc.RolloutServiceServicer):
@@ -50,7 +52,8 @@ class RolloutRpc(pb_grpc.RolloutServiceServicer):
         admitting = [cell for cell in self._view.keepers if router.is_admitting(cell)]
         gauges = {"waterlevel": float(len(state.executions)), "terminated": float(state.num_terminated),
                   "calls_live": float(sum(num_live.values())), "calls_replayed": float(router.num_replayed),
-                  "engines_admitting": float(len(admitting)), "outbox": float(self._view.outbox_depth())}
+                  "calls_faulty": float(self._view.calls.num_faulty), "engines_admitting": float(len(admitting)),
+                  "outbox": float(self._view.outbox_depth())}
         detail = f"{len(state.executions)} executions, cells that admit: {admitting or 'none'}"
         return status_pb2.Status(
             process=process.name, service="rollout", run=process.run, pid=os.getpid(), uptime_s=process.uptime_s,

@@ -109,7 +109,8 @@ async def serve(process: Process) -> None:
                       store=process.store(), bus=await process.connect(), blobs=process.blobs, clock=process.clock,
                       subscriptions=SUBSCRIPTIONS, perform=rollout.perform)
     rollout.service = service
-    view = View(process, lambda: service.state, rollout.router, rollout.keepers, lambda: service.outbox_depth)
+    view = View(process, lambda: service.state, rollout.router, rollout.keepers, lambda: service.outbox_depth,
+                rollout.calls)
     server = rpc.Server(process.deployment.rollout.listen,
                         [(SERVICE, lambda s: pb_grpc.add_RolloutServiceServicer_to_server(RolloutRpc(view), s))])
     web = _web_server(GatewayApp(rollout.sessions, rollout.calls, Limits()), process.deployment.gateway.listen)

@@ -51,10 +51,10 @@ def draw(run: str, execution: str, number: int, total: int) -> int:
 
 def admit(tree: Tree, targets: Targets, roles: Mapping[int, RoleClass], order: tuple[RoleClass, ...], max_paths: int,
           seed: tuple[str, str]) -> Admission:
-    """Admit up to `max_paths` paths. `roles`: role class of every leaf segment; `seed`: (run, execution)."""
+    """Admit up to `max_paths` paths (0: no bound). `roles`: role class of every leaf segment; `seed`: (run, execution)."""
     owner = [-1] * tree.num_segments
     paths: list[AdmittedPath] = []
-    while len(paths) < max_paths:
+    while not max_paths or len(paths) < max_paths:
         candidates = _candidates(tree, targets, roles, order, owner)
         if not candidates:
             break

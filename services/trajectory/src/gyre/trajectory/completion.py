@@ -4,6 +4,7 @@ A pure function of the group's contents: computed twice, it gives the same bytes
 fact may be repeated after a crash.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,13 +13,13 @@ from gyre.contracts.events import BlobRef, GroupCompleted, GroupDispatched, Micr
 from gyre.runtime.effects import WriteBlob
 from gyre.trajectory.admission import Admission, admit
 from gyre.trajectory.config import TrajectoryConfig
-from gyre.trajectory.group import Standing, group_advantages, standing
-from gyre.trajectory.inspection import tree_file, tree_path
+from gyre.trajectory.group import Standing, Statistics, group_advantages, signal, standing
+from gyre.trajectory.inspection import Header, tree_file, tree_path
 from gyre.trajectory.packing import Extent, Member, micro_step, pack
-from gyre.trajectory.roles import RoleClassifier, leaf_roles
+from gyre.trajectory.reading import Reading, read_execution
+from gyre.trajectory.roles import RoleClassifier
 from gyre.trajectory.state import ExecutionState, GroupState
-from gyre.trajectory.targets import Targets, find_targets
-from gyre.trajectory.tree import Tree, build_tree
+from gyre.trajectory.targets import Eligibility
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +29,7 @@ class Settled:
     execution: str
     state: ExecutionState
     standing: Standing
-    tree: Tree
-    targets: Targets
+    reading: Reading
     advantage: float = 0.0
     admission: Admission | None = None
 
@@ -40,44 +40,59 @@ def complete(name: str, group: GroupState, config: TrajectoryConfig,
     dispatched = group.dispatched
     if dispatched is None or not group.complete:
         raise ValueError(f"group {name} is not complete")
-    settled, mean, std = _settle(dispatched, group, config, roles)
+    settled, stats, rewards = _settle(dispatched, group, config, roles)
     references, blobs = _micro_steps(name, settled, config)
     outcomes = tuple(_outcome(one, dispatched) for one in settled)
     for one, outcome in zip(settled, outcomes, strict=True):
-        file = tree_file(outcome, dispatched, one.tree, one.targets, one.admission, roles.classify(one.tree.calls))
+        header = Header(dispatched.query, dispatched.group, dispatched.purpose, config.policy, outcome)
+        file = tree_file(header, one.reading.tree, one.reading.targets, one.admission, one.reading.roles)
         blobs.append(WriteBlob(tree_path(one.execution), file.to_bytes()))
     num_scored = sum(one.standing.kind == "scored" for one in settled)
     fact = GroupCompleted(name, dispatched.burst, dispatched.query, dispatched.purpose, dispatched.version, outcomes,
-                          num_scored, mean, std, references, dispatched.label)
+                          num_scored, stats.mean, stats.std, references, dispatched.label, signal(rewards))
     return fact, blobs
 
 
+def summary(fact: GroupCompleted) -> str:
+    """One line for people."""
+    kinds = Counter(outcome.kind for outcome in fact.outcomes)
+    targets = sum(ref.num_targets for ref in fact.micro_steps)
+    return (f"{', '.join(f'{num} {kind}' for kind, num in kinds.items()) or 'no executions'}; reward mean "
+            f"{fact.reward_mean:.4g}, std {fact.reward_std:.4g}, {fact.signal.replace('_', ' ')}; "
+            f"{len(fact.micro_steps)} micro-steps, {targets} targets")
+
+
+def eligibility(state: ExecutionState, config: TrajectoryConfig) -> Eligibility:
+    """Which calls of an execution have outputs that are targets."""
+    undelivered = state.terminated.undelivered if state.terminated else ()
+    return Eligibility(config.policy, frozenset(undelivered), config.train_unseen)
+
+
 def _settle(dispatched: GroupDispatched, group: GroupState, config: TrajectoryConfig,
-            roles: RoleClassifier) -> tuple[list[Settled], float, float]:
+            roles: RoleClassifier) -> tuple[list[Settled], Statistics, list[float]]:
     members = list(group.members())
     standings = [standing(e.terminated, e.verdict, e.quarantine) for _, e in members if e.terminated is not None]
     advantages, stats = group_advantages(standings, config.advantage)
     settled: list[Settled] = []
     for (execution, state), its_standing, advantage in zip(members, standings, advantages, strict=True):
-        tree = build_tree(state.log.ordered())
-        targets = find_targets(tree, config.policy)
-        trains = (dispatched.purpose == "train" and its_standing.kind == "scored" and len(targets) > 0
+        reading = read_execution(state.log.ordered(), eligibility(state, config), roles)
+        trains = (dispatched.purpose == "train" and its_standing.kind == "scored" and len(reading.targets) > 0
                   and (advantage != 0.0 or config.keep_zero_advantage))
-        admission = _admit(execution, tree, targets, config, roles) if trains else None
+        admission = _admit(execution, reading, config) if trains else None
         if dispatched.purpose == "eval":
             advantage = 0.0
-        settled.append(Settled(execution, state, its_standing, tree, targets, advantage, admission))
-    return settled, stats.mean, stats.std
+        settled.append(Settled(execution, state, its_standing, reading, advantage, admission))
+    return settled, stats, [s.reward for s in standings if s.votes]
 
 
-def _admit(execution: str, tree: Tree, targets: Targets, config: TrajectoryConfig, roles: RoleClassifier) -> Admission:
-    classes = leaf_roles(tree, roles.classify(tree.calls))
-    return admit(tree, targets, classes, config.role_order, config.max_paths, (config.run, execution))
+def _admit(execution: str, reading: Reading, config: TrajectoryConfig) -> Admission:
+    return admit(reading.tree, reading.targets, reading.leaf_roles(), config.role_order, config.max_paths,
+                 (config.run, execution))
 
 
 def _micro_steps(name: str, settled: Sequence[Settled],
                  config: TrajectoryConfig) -> tuple[tuple[MicroStepRef, ...], list[WriteBlob]]:
-    members = [Member(one.execution, one.advantage, one.tree, one.targets, one.admission)
+    members = [Member(one.execution, one.advantage, one.reading.tree, one.reading.targets, one.admission)
                for one in settled if one.admission is not None and one.admission.paths]
     references: list[MicroStepRef] = []
     blobs: list[WriteBlob] = []
@@ -86,9 +101,10 @@ def _micro_steps(name: str, settled: Sequence[Settled],
         data = step.to_bytes()
         digest = bytes_digest(data)
         path = f"micro-steps/{name}/{digest}.msgpack"
-        cost = config.budget.cost(Extent(step.num_tokens, step.num_pairs))
-        references.append(MicroStepRef(step.micro_step, digest, cost, step.num_tokens, step.num_targets,
-                                       len(step.executions), BlobRef(path, digest, len(data))))
+        extent = Extent(step.num_tokens, step.num_pairs)
+        references.append(MicroStepRef(
+            step.micro_step, digest, config.budget.cost(extent), step.num_tokens, step.num_targets, len(step.executions),
+            BlobRef(path, digest, len(data)), oversize=not config.budget.holds(extent)))
         blobs.append(WriteBlob(path, data))
     return tuple(references), blobs
 
@@ -97,18 +113,8 @@ def _outcome(one: Settled, dispatched: GroupDispatched) -> Outcome:
     terminated = one.state.terminated
     if terminated is None:
         raise ValueError(f"execution {one.execution} has not terminated")
-    trained = one.admission.num_owned if one.admission else 0
-    return Outcome(one.execution, one.standing.kind, terminated.ending, one.standing.reward, one.advantage,
-                   terminated.num_calls, len(one.targets), trained, _drops(one, dispatched), one.tree.num_tokens,
-                   one.tree.num_flat_tokens, one.targets.num_drawn, one.standing.reason)
-
-
-def _drops(one: Settled, dispatched: GroupDispatched) -> dict[str, int]:
-    """Targets that are not trained, by reason; `unseen` and `no_context` count sampled positions that are no targets."""
-    drops = dict(one.admission.drops) if one.admission else {}
-    if one.admission is None and len(one.targets):
-        kind = one.standing.kind
-        reason = "eval" if dispatched.purpose == "eval" else "zero_advantage" if kind == "scored" else kind
-        drops[reason] = len(one.targets)
-    beside = {"unseen": one.targets.num_unseen, "no_context": one.targets.num_rootless}
-    return drops | {reason: num for reason, num in beside.items() if num}
+    kind = one.standing.kind
+    untrained = "eval" if dispatched.purpose == "eval" else "zero_advantage" if kind == "scored" else kind
+    bare = Outcome(one.execution, kind, terminated.ending, one.standing.reward, one.advantage, terminated.num_calls, 0, 0,
+                   reason=one.standing.reason)
+    return one.reading.fill(bare, one.admission, untrained)

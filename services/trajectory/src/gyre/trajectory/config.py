@@ -15,11 +15,13 @@ class TrajectoryConfig:
 
     run: str  # run id; with the execution's id it seeds the admission draws
     policy: str  # model name whose outputs are targets
-    max_paths: int  # admitted paths per execution
+    max_paths: int  # admitted paths per execution; 0: no bound
     role_order: tuple[RoleClass, ...]  # role classes in the order in which paths are admitted
     advantage: AdvantageKind
     budget: Budget  # of one micro-step, and what its work costs
+    harness: str = "any"  # whose word on roles counts, beside X-Gyre-*
     keep_zero_advantage: bool = False  # make micro-steps of executions with advantage 0 (a KL or entropy term is on)
+    train_unseen: bool = False  # targets are also what the agent never saw: aborted and undelivered answers
     record_timeout_s: float = 600.0  # after termination, how long call records may still be missing
     num_remembered_groups: int = 65_536  # completed groups whose late facts are recognised
 
@@ -28,5 +30,7 @@ def trajectory_config(run: str, config: RunConfig) -> TrajectoryConfig:
     """The service's settings for run id `run`."""
     admission, loss = config.admission, config.loss
     budget = Budget(admission.token_budget, admission.pairs_budget, admission.cost_per_token, admission.cost_per_pair)
-    return TrajectoryConfig(run, config.policy.name, admission.max_paths, ROLE_ORDERS[admission.preset],
-                            admission.advantage, budget, bool(loss.kl_coefficient or loss.entropy_coefficient))
+    return TrajectoryConfig(
+        run, config.policy.name, admission.max_paths, admission.order or ROLE_ORDERS[admission.preset],
+        admission.advantage, budget, admission.harness, bool(loss.kl_coefficient or loss.entropy_coefficient),
+        admission.train_unseen)

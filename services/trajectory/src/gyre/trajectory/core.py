@@ -16,14 +16,15 @@ from gyre.contracts.events import (
     ExecutionScored,
     ExecutionTerminated,
     ExecutionUnscorable,
+    GroupCompleted,
     GroupDispatched,
 )
-from gyre.runtime.effects import Effect, Publish, Tick
-from gyre.trajectory.completion import complete
+from gyre.runtime.effects import Effect, Kept, Publish, Tick
+from gyre.trajectory.completion import complete, summary
 from gyre.trajectory.config import TrajectoryConfig
 from gyre.trajectory.group import Verdict
-from gyre.trajectory.roles import RecordedRoles, RoleClassifier
-from gyre.trajectory.state import ExecutionState, GroupState, State, load, save
+from gyre.trajectory.roles import RoleClassifier, classifier
+from gyre.trajectory.state import ExecutionState, Finished, GroupState, State, load, recall, save, take_kept
 
 Event = GroupDispatched | CallRecorded | ExecutionTerminated | ExecutionScored | ExecutionUnscorable | Tick
 
@@ -35,7 +36,7 @@ class TrajectoryCore:
 
     def __init__(self, config: TrajectoryConfig, roles: RoleClassifier | None = None) -> None:
         self._config = config
-        self._roles = roles or RecordedRoles()
+        self._roles = roles or classifier(config.harness)
 
     def initial(self) -> State:
         return State()
@@ -44,7 +45,7 @@ class TrajectoryCore:
         if isinstance(event, Tick):
             return state, self._tick(state, now)
         if event.group in state.completed:
-            state.count("late")
+            state.count("not_taken.late")
             return state, []
         group = state.groups.setdefault(event.group, GroupState())
         if isinstance(event, GroupDispatched):
@@ -57,6 +58,12 @@ class TrajectoryCore:
         """Nothing is ever outstanding: blobs are written, and facts stored, together with the state they come from."""
         return []
 
+    def take_kept(self, state: State) -> Kept:
+        return take_kept(state)
+
+    def recall(self, state: State, name: str, data: bytes) -> None:
+        recall(state, name, data)
+
     def snapshot(self, state: State) -> bytes:
         return save(state)
 
@@ -65,16 +72,16 @@ class TrajectoryCore:
 
     def _dispatched(self, state: State, group: GroupState, event: GroupDispatched) -> None:
         if group.dispatched is not None:
-            state.count("duplicate")
+            state.count("not_taken.duplicate")
             return
         group.dispatched = event
         for execution in [e for e in group.executions if not group.knows(e)]:
             del group.executions[execution]
-            state.count("unknown-execution")
+            state.count("not_taken.unknown-execution")
 
     def _of_execution(self, state: State, group: GroupState, event: Event, now: float) -> None:
         if not group.knows(event.execution):
-            state.count("unknown-execution")
+            state.count("not_taken.unknown-execution")
             return
         execution = group.executions.setdefault(event.execution, ExecutionState())
         if isinstance(event, CallRecorded):
@@ -86,20 +93,22 @@ class TrajectoryCore:
 
     def _recorded(self, state: State, execution: ExecutionState, event: CallRecorded) -> None:
         trusted = execution.log.refusal is None
-        if not execution.log.add(event):
-            state.count("duplicate")
+        if execution.log.add(event):
+            execution.unkept.append(event)
+        else:
+            state.count("not_taken.duplicate")
         if trusted and execution.log.refusal is not None:
             state.count(f"refused.{execution.log.refusal.reason}")
 
     def _terminated(self, state: State, execution: ExecutionState, event: ExecutionTerminated, now: float) -> None:
         if execution.terminated is not None:
-            state.count("duplicate")
+            state.count("not_taken.duplicate")
             return
         execution.terminated, execution.terminated_at = event, now
 
     def _judged(self, state: State, execution: ExecutionState, event: Verdict) -> None:
         if execution.verdict is not None:
-            state.count("duplicate")
+            state.count("not_taken.duplicate")
             return
         execution.verdict = event
 
@@ -122,7 +131,20 @@ class TrajectoryCore:
             return []
         fact, blobs = complete(name, group, self._config, self._roles)
         del state.groups[name]
-        state.completed[name] = None
+        state.completed[name] = Finished(len(fact.outcomes), summary(fact))
+        state.left.append(name)
+        self._count(state, fact)
         while len(state.completed) > self._config.num_remembered_groups:
             del state.completed[next(iter(state.completed))]
         return [*blobs, Publish(fact)]
+
+    def _count(self, state: State, fact: GroupCompleted) -> None:
+        """What operators should see of a group: whether it can teach, and what is not known of its contexts."""
+        if fact.purpose == "train":
+            state.count(f"groups.{fact.signal}")
+            for outcome in fact.outcomes:
+                state.count(f"executions.{outcome.kind}")
+        for what, num in {"oversize_micro_steps": sum(ref.oversize for ref in fact.micro_steps),
+                          "unknown_roots": sum(outcome.num_unknown_roots for outcome in fact.outcomes)}.items():
+            if num:
+                state.count(what, num)

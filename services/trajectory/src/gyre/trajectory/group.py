@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gyre.contracts.events import ExecutionScored, ExecutionTerminated, ExecutionUnscorable, OutcomeKind
+from gyre.contracts.events import ExecutionScored, ExecutionTerminated, ExecutionUnscorable, OutcomeKind, Signal
 
 AdvantageKind = Literal["grpo", "mean", "rloo"]
 Verdict = ExecutionScored | ExecutionUnscorable
@@ -69,15 +69,23 @@ def statistics(rewards: Sequence[float]) -> Statistics:
     return Statistics(num, mean, std)
 
 
+def signal(rewards: Sequence[float]) -> Signal:
+    """Whether the votes of a group can be compared; where they cannot, every advantage is 0."""
+    if len(rewards) < 2:
+        return "one_vote" if rewards else "no_votes"
+    is_flat = max(rewards) - min(rewards) <= FLAT * max(1.0, max(abs(r) for r in rewards))
+    return "zero_variance" if is_flat else "compared"
+
+
 def advantages(rewards: Sequence[float], kind: AdvantageKind) -> list[float]:
     """One advantage per vote. A group of one, and a group whose rewards are all equal, gives zeros.
 
-    grpo: (r - mean) / (std + 1e-6), std with n - 1 (Shao et al. 2024). mean: r - mean (Dr. GRPO, Liu et al. 2025).
-    rloo: r - mean of the others (Ahmadian et al. 2024).
+    grpo: (r - mean) / (std + 1e-6), std with n - 1 (Shao et al. 2024). mean: r - mean, which is grpo without std
+    (Dr. GRPO, Liu et al. 2025). rloo: r - mean of the others (Ahmadian et al. 2024).
     """
-    stats = statistics(rewards)
-    if stats.num_votes < 2 or max(rewards) - min(rewards) <= FLAT * max(1.0, max(abs(r) for r in rewards)):
+    if signal(rewards) != "compared":
         return [0.0] * len(rewards)
+    stats = statistics(rewards)
     scale = {"grpo": 1.0 / (stats.std + EPSILON), "mean": 1.0,
              "rloo": stats.num_votes / (stats.num_votes - 1)}[kind]
     return [(r - stats.mean) * scale for r in rewards]

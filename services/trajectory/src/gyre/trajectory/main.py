@@ -6,6 +6,7 @@ from gyre.contracts.events import (
     ExecutionScored,
     ExecutionTerminated,
     ExecutionUnscorable,
+    GroupCompleted,
     GroupDispatched,
 )
 from gyre.proto.trajectory.v1 import service_pb2_grpc
@@ -35,7 +36,8 @@ async def serve(process: runtime.Process) -> None:
     bus = await process.connect()
     service: Service[State] = Service(
         name="trajectory", run=process.run, core=TrajectoryCore(config), store=process.store(), bus=bus,
-        blobs=process.blobs, clock=process.clock, subscriptions=SUBSCRIPTIONS, perform=_perform)
+        blobs=process.blobs, clock=process.clock, subscriptions=SUBSCRIPTIONS, perform=_perform,
+        single_writer_subjects=(GroupCompleted,))
     servicer = TrajectoryServicer(process, config, process.blobs, lambda: service.state, lambda: service.outbox_depth)
     server = Server(process.deployment.trajectory.listen, [
         (SERVICE_NAME, lambda s: service_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, s))])

@@ -39,9 +39,20 @@ class Member:
 
     def extent(self, paths: Iterable[int]) -> "Extent":
         """Tokens and visible pairs of the union of admitted `paths`."""
-        needed = self.needs(paths)
-        pairs = sum(size * self.tree.depth[s] + size * (size + 1) // 2 for s, size in needed.items())
-        return Extent(sum(needed.values()), pairs)
+        return self.growth({}, self.needs(paths))
+
+    def growth(self, needed: dict[int, int], more: dict[int, int]) -> "Extent":
+        """What `more` adds to `needed`, both as `needs` gives them."""
+        total = Extent()
+        for segment, size in more.items():
+            had = needed.get(segment, 0)
+            if size > had:
+                total += self._head(segment, size) - self._head(segment, had)
+        return total
+
+    def _head(self, segment: int, size: int) -> "Extent":
+        """The first `size` tokens of a segment."""
+        return Extent(size, size * self.tree.depth[segment] + size * (size + 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +110,20 @@ def pack(members: Sequence[Member], budget: Budget) -> list[Pack]:
 def _units(member: Member, budget: Budget) -> list[tuple[int, ...]]:
     """Runs of neighbouring paths whose union fits: neighbours share the longest prefixes."""
     numbers = sorted(range(len(member.admission.paths)), key=lambda n: member.admission.paths[n].leaf)
-    units: list[tuple[int, ...]] = []
+    units: list[list[int]] = []
+    needed: dict[int, int] = {}
+    extent = Extent()
     for number in numbers:
-        if units and budget.holds(member.extent((*units[-1], number))):
-            units[-1] = (*units[-1], number)
+        path = member.needs((number,))
+        wider = extent + member.growth(needed, path)
+        if units and budget.holds(wider):
+            units[-1].append(number)
+            needed |= {s: max(size, needed.get(s, 0)) for s, size in path.items()}
+            extent = wider
         else:
-            units.append((number,))
-    return units
+            units.append([number])
+            needed, extent = path, member.extent((number,))
+    return [tuple(unit) for unit in units]
 
 
 def _put(pack_: Pack, member: Member, index: int, paths: tuple[int, ...], budget: Budget) -> bool:

@@ -11,13 +11,13 @@ from typing import Literal
 
 import numpy as np
 from gyre.contracts.digest import TokenChain
-from gyre.contracts.events import CallRecorded
+from gyre.contracts.events import CallRecorded, call_fault
 
 MARK = 4096  # tokens between two kept chain states: a fork re-hashes fewer than this
 _LOGPROB_SLACK = 1e-3  # rounding may lift a log-prob of a certain token a little above 0
 
-Reason = Literal["conflict", "base-not-earlier", "keep-without-base", "keep-beyond-base", "digest", "logprob",
-                 "unknown-base", "missing-calls"]
+Reason = Literal["contradiction", "conflict", "base-not-earlier", "keep-without-base", "keep-beyond-base", "digest",
+                 "logprob", "unknown-base", "missing-calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,18 @@ class Call:
 
 @dataclass(slots=True)
 class CallLog:
-    """All calls of one execution that have arrived. `refusal` is the first record that did not fit."""
+    """All calls of one execution that have arrived, by name: resolved, waiting for their base, refused.
+
+    `refusal` is why the first of the refused did not fit.
+    """
 
     calls: dict[str, Call] = field(default_factory=dict)
     waiting: dict[str, CallRecorded] = field(default_factory=dict)
+    refused: dict[str, CallRecorded] = field(default_factory=dict)
     refusal: Refusal | None = None
 
     def __len__(self) -> int:
-        return len(self.calls) + len(self.waiting)
+        return len(self.calls) + len(self.waiting) + len(self.refused)
 
     def add(self, record: CallRecorded) -> bool:
         """Take one record. False if it was here already; a record that does not fit sets `refusal`."""
@@ -101,6 +105,11 @@ class CallLog:
             if not _same(known, record):
                 self._refuse(record, "conflict", "recorded before with other contents")
             return False
+        fault = call_fault(record)
+        if fault:
+            self._refuse(record, "contradiction", fault)
+            self.refused[record.call] = record
+            return True
         if record.base_call is not None and record.base_call not in self.calls:
             self.waiting[record.call] = record
             return True
@@ -115,6 +124,7 @@ class CallLog:
         """Every accepted record, such that adding them to an empty log gives this log."""
         yield from (c.record for c in self.calls.values())
         yield from self.waiting.values()
+        yield from self.refused.values()
 
     def close(self, num_calls: int) -> None:
         """No more records will come: what still waits, or is missing out of `num_calls`, is refused."""
@@ -125,7 +135,7 @@ class CallLog:
 
     def _known(self, call: str) -> CallRecorded | None:
         resolved = self.calls.get(call)
-        return resolved.record if resolved else self.waiting.get(call)
+        return resolved.record if resolved else self.waiting.get(call) or self.refused.get(call)
 
     def _resolve(self, record: CallRecorded) -> None:
         """Resolve `record` and whatever waited for it, with an explicit queue."""
@@ -135,6 +145,7 @@ class CallLog:
             base = self.calls[record.base_call] if record.base_call is not None else None
             call = self._fit(record, base)
             if call is None:
+                self.refused[record.call] = record
                 continue
             self.calls[record.call] = call
             ready = [r for r in self.waiting.values() if r.base_call == record.call]

@@ -12,12 +12,12 @@ from gyre.proto.common.v1 import status_pb2
 from gyre.proto.trajectory.v1 import service_pb2, service_pb2_grpc
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.process import Process
+from gyre.trajectory.completion import eligibility
 from gyre.trajectory.config import TrajectoryConfig
-from gyre.trajectory.inspection import TreeFile, tree_file, tree_from_bytes, tree_path
-from gyre.trajectory.roles import RecordedRoles
+from gyre.trajectory.inspection import Header, TreeFile, tree_file, tree_from_bytes, tree_path
+from gyre.trajectory.reading import read_execution
+from gyre.trajectory.roles import classifier
 from gyre.trajectory.state import ExecutionState, GroupState, State
-from gyre.trajectory.targets import find_targets
-from gyre.trajectory.tree import build_tree
 
 SERVICE_NAME = service_pb2.DESCRIPTOR.services_by_name["TrajectoryService"].full_name
 
@@ -45,8 +45,11 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
     async def InspectGroup(self, request: service_pb2.InspectGroupRequest,
                            context: grpc.aio.ServicerContext) -> service_pb2.InspectGroupResponse:
         state = self._state()
-        if request.group in state.completed:
-            return service_pb2.InspectGroupResponse(group=request.group, completed=True)
+        finished = state.completed.get(request.group)
+        if finished is not None:
+            return service_pb2.InspectGroupResponse(group=request.group, completed=True, detail=finished.detail,
+                                                    num_executions=finished.num_executions,
+                                                    num_settled=finished.num_executions)
         group = state.groups.get(request.group)
         if group is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"group {request.group!r}: not known here")
@@ -59,7 +62,7 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
         executions = [e for group in state.groups.values() for e in group.executions.values()]
         gauges = {"open_groups": len(state.groups), "completed_groups": len(state.completed),
                   "open_executions": len(executions), "records_held": sum(len(e.log) for e in executions),
-                  "outbox_depth": self._outbox_depth(), **{f"not_taken.{k}": v for k, v in state.counts.items()}}
+                  "outbox_depth": self._outbox_depth(), **state.counts}
         return status_pb2.Status(process=process.name, service=process.service, run=process.run, pid=os.getpid(),
                                  uptime_s=process.uptime_s, gauges={k: float(v) for k, v in gauges.items()},
                                  detail=f"{len(state.groups)} groups open, {len(state.completed)} completed")
@@ -68,21 +71,21 @@ class TrajectoryServicer(service_pb2_grpc.TrajectoryServiceServicer):
         """Raises FileNotFoundError, BrokenBody."""
         for group in self._state().groups.values():
             if group.dispatched is not None and execution in group.executions:
-                return live_tree(execution, group, self._config.policy)
+                return live_tree(execution, group, self._config)
         return tree_from_bytes(self._blobs.read(tree_path(execution)))
 
 
-def live_tree(execution: str, group: GroupState, policy: str) -> TreeFile:
+def live_tree(execution: str, group: GroupState, config: TrajectoryConfig) -> TreeFile:
     """The tree of an execution whose group is still open: nothing is admitted yet."""
     if group.dispatched is None:
         raise FileNotFoundError(execution)
     state = group.executions[execution]
-    tree = build_tree(state.log.ordered())
-    targets = find_targets(tree, policy)
-    outcome = Outcome(execution, "unscorable", state.terminated.ending if state.terminated else "finished", 0.0, 0.0,
-                      len(state.log), len(targets), 0, {}, tree.num_tokens, tree.num_flat_tokens, targets.num_drawn,
-                      f"open: {_waits_for(state) or 'settled'}")
-    return tree_file(outcome, group.dispatched, tree, targets, None, RecordedRoles().classify(tree.calls))
+    reading = read_execution(state.log.ordered(), eligibility(state, config), classifier(config.harness))
+    bare = Outcome(execution, "unscorable", state.terminated.ending if state.terminated else "finished", 0.0, 0.0,
+                   len(state.log), 0, 0, reason=f"open: {_waits_for(state) or 'settled'}")
+    dispatched = group.dispatched
+    header = Header(dispatched.query, dispatched.group, dispatched.purpose, config.policy, reading.fill(bare, None, "open"))
+    return tree_file(header, reading.tree, reading.targets, None, reading.roles)
 
 
 def describe(group: GroupState) -> str:

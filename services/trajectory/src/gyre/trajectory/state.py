@@ -11,6 +11,7 @@ from gyre.contracts.events import (
     ExecutionUnscorable,
     GroupDispatched,
 )
+from gyre.runtime.effects import Kept
 from gyre.trajectory.group import Verdict
 from gyre.trajectory.record import CallLog, Refusal
 
@@ -23,6 +24,7 @@ class ExecutionState:
     terminated: ExecutionTerminated | None = None
     terminated_at: float = 0.0
     verdict: Verdict | None = None
+    unkept: list[CallRecorded] = field(default_factory=list)  # records that are in no snapshot yet
 
     @property
     def quarantine(self) -> str:
@@ -72,22 +74,30 @@ class GroupState:
         return self.dispatched is not None and all(execution.settle() for _, execution in self.members())
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What is remembered of a completed group."""
+
+    num_executions: int
+    detail: str
+
+
 @dataclass(slots=True)
 class State:
-    """Open groups, completed ones by name (oldest first), and counts of what was not taken, by reason."""
+    """Open groups, what came of completed ones (oldest first), and counts for operators."""
 
     groups: dict[str, GroupState] = field(default_factory=dict)
-    completed: dict[str, None] = field(default_factory=dict)
+    completed: dict[str, Finished] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)  # groups that completed since the last snapshot
 
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def count(self, what: str, num: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + num
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedExecution:
     execution: str
-    records: tuple[CallRecorded, ...]
     refusal: Refusal | None
     terminated: ExecutionTerminated | None
     terminated_at: float
@@ -105,35 +115,52 @@ class _SavedGroup:
 @dataclass(frozen=True, slots=True)
 class _SavedState:
     groups: tuple[_SavedGroup, ...]
-    completed: tuple[str, ...]
+    completed: dict[str, Finished]
     counts: dict[str, int]
 
 
 def save(state: State) -> bytes:
-    """The state as MessagePack: facts only, since everything else follows from them."""
+    """The state as MessagePack: facts only, since everything else follows from them; call records are kept beside it."""
     groups = tuple(
         _SavedGroup(name, group.dispatched, tuple(_saved(e, execution) for e, execution in group.executions.items()))
         for name, group in state.groups.items())
-    return codec.pack(_SavedState(groups, tuple(state.completed), state.counts))
+    return codec.pack(_SavedState(groups, state.completed, state.counts))
 
 
 def _saved(name: str, execution: ExecutionState) -> _SavedExecution:
     verdict = execution.verdict
-    return _SavedExecution(name, tuple(execution.log.records()), execution.log.refusal, execution.terminated,
-                           execution.terminated_at, verdict if isinstance(verdict, ExecutionScored) else None,
+    return _SavedExecution(name, execution.log.refusal, execution.terminated, execution.terminated_at,
+                           verdict if isinstance(verdict, ExecutionScored) else None,
                            verdict if isinstance(verdict, ExecutionUnscorable) else None)
+
+
+def take_kept(state: State) -> Kept:
+    """Records that came, and groups that completed, since the last snapshot."""
+    rows: list[tuple[str, bytes]] = []
+    for group, its_state in state.groups.items():
+        for execution in its_state.executions.values():
+            rows += [(f"{group}/{r.execution}/{r.call}", codec.pack(r)) for r in execution.unkept]
+            execution.unkept.clear()
+    dropped = tuple(f"{group}/" for group in state.left)
+    state.left.clear()
+    return Kept(tuple(rows), dropped)
+
+
+def recall(state: State, name: str, data: bytes) -> None:
+    """Put a kept record back; its digest is verified again. Raises BrokenBody."""
+    record = codec.unpack(data, CallRecorded)
+    group = state.groups.get(name.partition("/")[0])
+    if group is not None and record.execution in group.executions:
+        group.executions[record.execution].log.add(record)
 
 
 def load(data: bytes) -> State:
     """The inverse of `save`. Raises BrokenBody."""
     saved = codec.unpack(data, _SavedState)
     groups = {g.group: GroupState(g.dispatched, {e.execution: _loaded(e) for e in g.executions}) for g in saved.groups}
-    return State(groups, dict.fromkeys(saved.completed), dict(saved.counts))
+    return State(groups, dict(saved.completed), dict(saved.counts))
 
 
 def _loaded(saved: _SavedExecution) -> ExecutionState:
-    log = CallLog()
-    for record in saved.records:
-        log.add(record)
-    log.refusal = saved.refusal
-    return ExecutionState(log, saved.terminated, saved.terminated_at, saved.scored or saved.unscorable)
+    return ExecutionState(CallLog(refusal=saved.refusal), saved.terminated, saved.terminated_at,
+                          saved.scored or saved.unscorable)

@@ -121,13 +121,15 @@ class _Forest:
             node = self.end[call.base.record.call]
             while node and self.start[node] >= keep:
                 node = self.parent[node]
-        self.end[call.record.call] = self._descend(node, keep, call.own())
+        for ids in (call.record.prompt_delta, call.record.output_ids):  # as they were recorded: nothing is copied
+            node, keep = self._descend(node, keep, ids), keep + len(ids)
+        self.end[call.record.call] = node
 
     def _descend(self, node: int, depth: int, ids: np.ndarray) -> int:
         at = 0
         while at < len(ids):
             offset = self.low[node] + depth - self.start[node]
-            same = _common(self.source[node][offset:self.high[node]], ids[at:])
+            same = common_prefix(self.source[node][offset:self.high[node]], ids[at:])
             at, depth = at + same, depth + same
             if at == len(ids):
                 break
@@ -160,7 +162,7 @@ class _Forest:
         return above
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Length of the longest common prefix of two id vectors."""
     num = min(len(one), len(other))
     if num == 0 or one[0] != other[0]:

@@ -20,7 +20,9 @@ from gyre.rollout.gateway.messages import Answer, CallRefused
 class ArchivedCall:
     """One call with what the harness was told. `request_key` names the request, `transcript_key` request and answer.
 
-    `stall_s`: how long calls waited for an engine since the call before this one was recorded.
+    `stall_s`: how long calls waited for an engine since the call before this one was recorded; `delivered`: calls whose
+    answers reached the harness since then; `answered`: tool calls whose results were seen since then; `num_opening`: as
+    the renderer says.
     """
 
     record: CallRecorded
@@ -28,6 +30,9 @@ class ArchivedCall:
     request_key: bytes
     transcript_key: bytes
     stall_s: float = 0.0
+    delivered: tuple[str, ...] = ()
+    answered: tuple[str, ...] = ()
+    num_opening: int = 0
 
 
 class CallArchive:

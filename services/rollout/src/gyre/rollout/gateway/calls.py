@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from gyre.contracts.errors import EngineError, GyreError
-from gyre.contracts.events import CallRecorded, RoleClass
+from gyre.contracts.events import CallEvidence, CallRecorded, call_fault
 from gyre.contracts.ids import call_id
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
+from gyre.rollout.gateway.context import Place
 from gyre.rollout.gateway.detokenize import Detokenizer
+from gyre.rollout.gateway.evidence import Evidence
 from gyre.rollout.gateway.messages import (
     Answer,
     CallRefused,
@@ -24,10 +26,9 @@ from gyre.rollout.gateway.messages import (
     StopReason,
     Usage,
     chains,
-    restore_tool_calls,
 )
 from gyre.rollout.gateway.render import Prompt, Renderer
-from gyre.rollout.gateway.session import PendingCall, Session, request_key, transcript_key
+from gyre.rollout.gateway.session import NOTHING_SHOWN, PendingCall, Session, request_key
 from gyre.rollout.gateway.tools import ToolFormat, parse_tool_calls, safe_length
 from gyre.rollout.router import EngineRefused, Job, Output, Router
 from gyre.runtime import telemetry
@@ -45,15 +46,6 @@ class CallSettings:
     max_context: int = 8192  # prompt + output
     tool_format: ToolFormat = "hermes"
     trace: bool = False  # a span for each call
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What a harness says of a request by header; evidence for the trajectory, never for routing."""
-
-    role_class: RoleClass = "main"
-    lineage: str = "main"
-    is_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +84,7 @@ class Calls:
         self._stop_ids = frozenset(renderer.tokenizer.stop_ids)
         self.num_joined = 0
         self.num_replayed_answers = 0
+        self.num_faulty = 0  # calls that were not recorded because their parts did not fit together
 
     def start(self, session: Session, request: ChatRequest, evidence: Evidence) -> tuple[bytes, PendingCall]:
         """The call that answers `request`: a new one, the one in flight, or one that is already answered.
@@ -103,8 +96,7 @@ class Calls:
             CallRefused: the execution has ended or has too many calls in flight.
         """
         session.check_open()
-        messages = tuple(restore_tool_calls(m, session.tool_calls) for m in request.messages)
-        request = replace(request, messages=messages)
+        request = session.read(request)
         keys = chains(request)
         key = request_key(request, keys)
         pending = session.pending.get(key)
@@ -170,7 +162,9 @@ class Calls:
 
     async def _call(self, ask: _Ask) -> Answer:
         session, pending = ask.session, ask.pending
-        prompt = self._renderer.prompt(ask.request, session.tree, *session.earlier(ask.keys))
+        earlier, num_shared = session.earlier(ask.keys)
+        prompt = self._renderer.prompt(ask.request, session.tree, earlier, num_shared)
+        shown = session.shown(ask.request.messages, earlier, prompt.place)
         job = self._job(ask, prompt)
         uses_tools = bool(ask.request.tools) and self.settings.tool_format == "hermes"
         detokenizer = Detokenizer(self._renderer.tokenizer, self._stop_ids)
@@ -189,30 +183,47 @@ class Calls:
         answer = Answer(pending.answer_id, "", message, _stop_reason(output, message),
                         Usage(len(prompt.ids), len(output.ids), prompt.place.keep_len), pending.created)
         async with session.commit_lock:
-            return await self._keep(ask, answer, prompt, job, output)
+            return await self._keep(ask, answer, prompt, shown, job, output)
 
-    async def _keep(self, ask: _Ask, answer: Answer, prompt: Prompt, job: Job, output: Output) -> Answer:
+    async def _keep(self, ask: _Ask, answer: Answer, prompt: Prompt, shown: CallEvidence, job: Job,
+                    output: Output) -> Answer:
         """Make the call durable and remember it. One at a time for each session, so that indices have no gaps."""
         session, spec = ask.session, ask.session.spec
         answer = replace(answer, call=call_id(spec.execution, session.num_recorded))
         # Another call may have been recorded meanwhile, which this prompt continues further.
         place = session.tree.locate(prompt.ids, prompt.place.inside)
-        ids, logprobs, behaviour = output.arrays()
-        chain = session.tree.extended(place, prompt.ids, ids)
-        record = CallRecorded(
-            execution=spec.execution, group=spec.group, call=answer.call, index=session.num_recorded,
-            base_call=place.base.call if place.base else None, keep_len=place.keep_len, prompt_len=len(prompt.ids),
-            prompt_delta=np.ascontiguousarray(prompt.ids[place.keep_len:]), output_ids=ids, logprobs=logprobs,
-            behaviour_logprobs=behaviour, spans=output.spans(), finish_reason=output.finish or "stop",
-            digest=chain.hexdigest(), model=self.settings.model, role_class=ask.evidence.role_class,
-            lineage=ask.evidence.lineage, sampling=job.sampling, cell=output.cell)
-        archived = ArchivedCall(record, answer, ask.key, transcript_key(ask.keys, answer),
-                                session.stall.take(self._clock.now()))
+        chain = session.tree.extended(place, prompt.ids, np.asarray(output.ids, np.int32))
+        record = self._record(ask, answer.call, prompt, place, chain.hexdigest(), shown, job, output)
+        archived = session.archived(record, answer, ask.keys, ask.key, self._renderer.num_opening, self._clock.now())
         await self._archive.put(archived)
+        session.deliveries.saved(len(archived.delivered))
+        session.provenance.saved(len(archived.answered))
+        session.deliveries.recorded(answer.call)  # from here on it may count, even if the execution is ended meanwhile
         if not await self._commit(archived):
             raise CallRefused(409, f"execution {spec.execution} has ended", "conflict_error", "execution_ended")
         session.remember(archived, prompt.ids, place, chain)
         return answer
+
+    def _record(self, ask: _Ask, call: str, prompt: Prompt, place: Place, digest: str, shown: CallEvidence, job: Job,
+                output: Output) -> CallRecorded:
+        """The record of a call whose prompt hangs at `place`. Raises EngineError if the engine's parts do not fit."""
+        session, said = ask.session, ask.evidence
+        ids, logprobs, behaviour = output.arrays()
+        found = replace(NOTHING_SHOWN, continues=True) if place.continues else shown
+        record = CallRecorded(
+            execution=session.spec.execution, group=session.spec.group, call=call, index=session.num_recorded,
+            base_call=place.base.call if place.base else None, keep_len=place.keep_len, prompt_len=len(prompt.ids),
+            prompt_delta=np.ascontiguousarray(prompt.ids[place.keep_len:]), output_ids=ids, logprobs=logprobs,
+            behaviour_logprobs=behaviour, spans=output.spans(), finish_reason=output.finish or "stop",
+            digest=digest, model=self.settings.model, role_class=said.role_class,
+            lineage=said.lineage, sampling=job.sampling, cell=output.cell,
+            evidence=replace(found, tags=dict(said.tags)))
+        fault = call_fault(record)
+        if fault:
+            self.num_faulty += 1
+            log.error("%s: not recorded: %s", call, fault)
+            raise EngineError(f"{call}: the engine's answer does not fit together: {fault}")
+        return record
 
     def _job(self, ask: _Ask, prompt: Prompt) -> Job:
         room = self.settings.max_context - len(prompt.ids)

@@ -45,10 +45,14 @@ class _Line:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One recorded call; its sequence is prompt + output, `length` ids. `children` continue all of it."""
+    """One recorded call; its sequence is prompt + output, `length` ids. `children` continue all of it.
+
+    `context`: length of the prompt that opened the context to which the call belongs, up to where its answer begins.
+    """
 
     call: str
     length: int
+    context: int
     chain: TokenChain
     line: _Line
     children: list["Node"] = field(default_factory=list)
@@ -65,6 +69,14 @@ class Place:
     base: Node | None
     keep_len: int
     inside: Node | None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the prompt goes on with an earlier context: it holds all of the prompt that opened that one.
+
+        So it does where a harness took old observations or thoughts out, or asks once more.
+        """
+        return self.base is not None and self.keep_len >= self.base.context
 
 
 class TokenTree:
@@ -102,8 +114,12 @@ class TokenTree:
         chain, start = (inside.chain, inside.length) if inside else (TokenChain(), 0)
         return chain.extend(prompt[start:]).extend(output)
 
-    def add(self, call: str, place: Place, prompt: np.ndarray, output: np.ndarray, chain: TokenChain) -> Node:
-        """Hang a call whose prompt was located at `place`; `chain` = `extended(place, prompt, output)`."""
+    def add(self, call: str, place: Place, prompt: np.ndarray, output: np.ndarray, chain: TokenChain,
+            num_opening: int = 0) -> Node:
+        """Hang a call whose prompt was located at `place`; `chain` = `extended(place, prompt, output)`.
+
+        `num_opening`: ids at the end of the prompt that are gone from the history once the answer is in it.
+        """
         inside = place.inside
         start = inside.length if inside else 0
         delta = np.concatenate((prompt[start:], output)).astype(np.int32, copy=False)
@@ -112,6 +128,7 @@ class TokenTree:
             line.append(delta)
         else:
             line = _Line(np.concatenate((prompt, output)))
-        node = Node(call, len(prompt) + len(output), chain, line)
+        context = place.base.context if place.base and place.continues else len(prompt) - num_opening
+        node = Node(call, len(prompt) + len(output), context, chain, line)
         (inside.children if inside else self._roots).append(node)
         return node

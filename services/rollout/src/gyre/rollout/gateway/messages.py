@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -35,7 +35,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One model request. `tools` are the function declarations as they were sent; `max_tokens` None: no wish."""
+    """One model request. `tools` are the function declarations as they were sent; `max_tokens` None: no wish.
+
+    `tags`: what the body says of whose request it is, by the name of its field.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -43,6 +46,7 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     model: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +106,22 @@ def chains(request: ChatRequest) -> list[bytes]:
     return result
 
 
-def same_json(left: str, right: str) -> bool:
-    """Whether two JSON texts say the same, however they are written."""
-    if left == right:
-        return True
+def canonical_json(text: str) -> str:
+    """One spelling for all JSON texts that say the same; no text at all says `{}`. What is no JSON stays as it is."""
+    if not text.strip():
+        return "{}"
     try:
-        return json.loads(left) == json.loads(right)
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
-        return False
+        return text
 
 
-def restore_tool_calls(message: Message, known: Mapping[str, ToolCall]) -> Message:
-    """`message` with every tool call that only was re-serialised replaced by the payload it was sampled as."""
-    if not message.tool_calls:
-        return message
-    calls = tuple(_restored(call, known.get(call.id)) for call in message.tool_calls)
-    return message if calls == message.tool_calls else replace(message, tool_calls=calls)
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value  # some languages write 1.0 as 1
 
 
-def _restored(call: ToolCall, original: ToolCall | None) -> ToolCall:
-    if original is None or original.name != call.name or not same_json(original.arguments, call.arguments):
-        return call
-    return original
+def said_key(message: Message) -> bytes:
+    """Names what an assistant said: its text and tool calls, whatever their ids and however their JSON is written."""
+    calls = [[c.name, canonical_json(c.arguments)] for c in message.tool_calls]
+    return hashlib.blake2b(msgspec.json.encode([message.content.strip(), calls]), digest_size=16).digest()

@@ -6,6 +6,7 @@ rendered. The increment is what the chat template writes after an assistant's te
 """
 
 import json
+import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,11 +42,26 @@ class Prompt:
 
 
 class Renderer:
-    """Turns requests into prompts for one tokenizer and chat template."""
+    """Turns requests into prompts for one tokenizer and chat template.
+
+    `num_opening`: ids at the end of every prompt that the template does not write before an answer of the past, such as
+    the opening of a thought.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._stop_ids = frozenset(tokenizer.stop_ids)
+        self.num_opening = self._count_opening()
+
+    def _count_opening(self) -> int:
+        question = {"role": "user", "content": "."}
+        try:
+            asked = self._render([question], ())
+            answered = self._render([question, {"role": "assistant", "content": _ANSWER}, question], ())
+        except CallRefused:
+            return 0
+        opening = asked[len(os.path.commonprefix([asked, answered])):]
+        return len(self.tokenizer.encode(opening)) if opening else 0
 
     def prompt(self, request: ChatRequest, tree: TokenTree, earlier: Node | None, num_shared: int) -> Prompt:
         """The prompt of `request`, of which the first `num_shared` messages are those of `earlier` and its answer.
@@ -99,7 +115,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 def _arguments(text: str) -> dict[str, Any] | str:
     try:
-        value = json.loads(text)
+        value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from gyre.contracts.ids import ID_PATTERN
-from gyre.rollout.gateway.calls import Calls, Evidence
+from gyre.rollout.gateway.calls import Calls
 from gyre.rollout.gateway.dialects import chat
+from gyre.rollout.gateway.evidence import read_evidence
 from gyre.rollout.gateway.messages import CallRefused
 from gyre.rollout.gateway.session import PendingCall, Session, Sessions
 
@@ -24,7 +24,6 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 KEEPALIVE_S = 15.0
 KEEPALIVE = b": keepalive\n\n"
 SERVED = ("POST /v1/chat/completions", "GET /v1/models", "GET /health")
-ROLE_CLASSES = ("main", "main-summary", "sub-agent", "sub-agent-summary")
 
 
 class GatewayApp:
@@ -74,7 +73,7 @@ class GatewayApp:
         session = self._session(headers)
         try:
             request = chat.parse(await _body(headers, receive, self._limits.max_body_bytes), self._limits)
-            key, pending = self._calls.start(session, request, _evidence(headers))
+            key, pending = self._calls.start(session, request, read_evidence(headers, request))
         except CallRefused:
             session.num_errors += 1
             raise
@@ -132,17 +131,6 @@ async def _growth(pending: PendingCall, num_shown: int) -> str:
             return await pending.growth(num_shown)
     except TimeoutError:
         return ""
-
-
-def _evidence(headers: Headers) -> Evidence:
-    role_class = headers.get(b"x-gyre-role-class", b"main").decode("latin-1")
-    if role_class not in ROLE_CLASSES:
-        raise CallRefused(400, f"X-Gyre-Role-Class: {role_class!r}; use one of {', '.join(ROLE_CLASSES)}")
-    lineage = headers.get(b"x-gyre-lineage", b"main").decode("latin-1")
-    if not ID_PATTERN.fullmatch(lineage):
-        raise CallRefused(400, f"X-Gyre-Lineage: {lineage[:80]!r}; use 1 to 64 of A-Z a-z 0-9 _ -")
-    is_retry = headers.get(b"x-stainless-retry-count", b"0").strip() not in (b"0", b"")
-    return Evidence(role_class, lineage, is_retry)  # type: ignore[arg-type]
 
 
 async def _body(headers: Headers, receive: Receive, limit: int) -> bytes:

@@ -3,6 +3,7 @@
 Invariants kept here:
 - a request that is identical to one in flight joins it; there is one call;
 - a request that is identical to one whose answer was not delivered gets that answer; there is one record;
+- an answer counts as delivered once it was written to a connection that lived, or a later request shows it;
 - the index of a call is the number of calls recorded before it, so indices have no gaps and a base comes first;
 - a session that is closed answers nothing any more.
 """
@@ -10,16 +11,21 @@ Invariants kept here:
 import asyncio
 import hashlib
 import hmac
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from gyre.contracts.digest import TokenChain
-from gyre.contracts.events import Sampling
+from gyre.contracts.events import CallEvidence, CallRecorded, Sampling
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
 from gyre.rollout.gateway.context import Node, Place, TokenTree
-from gyre.rollout.gateway.messages import Answer, CallRefused, ChatRequest, ToolCall, chain_next
+from gyre.rollout.gateway.delivery import Deliveries
+from gyre.rollout.gateway.messages import Answer, CallRefused, ChatRequest, Message, chain_next
+from gyre.rollout.gateway.provenance import Provenance
+from gyre.rollout.gateway.restore import SampledToolCalls
 
 SECRET_PREFIX = "gyre."
+NOTHING_SHOWN = CallEvidence()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +118,6 @@ class PendingCall:
 
 
 @dataclass(slots=True)
-class _Recorded:
-    answer: Answer
-    delivered: bool = False
-
-
-@dataclass(slots=True)
 class Session:
     """The gateway's memory of one execution."""
 
@@ -129,27 +129,51 @@ class Session:
     num_errors: int = 0
     closed: bool = False
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    tool_calls: dict[str, ToolCall] = field(default_factory=dict)
+    deliveries: Deliveries = field(default_factory=Deliveries)
+    provenance: Provenance = field(default_factory=Provenance)
     pending: dict[bytes, PendingCall] = field(default_factory=dict)
+    _tool_calls: SampledToolCalls = field(default_factory=SampledToolCalls)
     _transcripts: dict[bytes, Node] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
-    _answers: dict[bytes, _Recorded] = field(default_factory=dict)
+    _answers: dict[bytes, Answer] = field(default_factory=dict)
 
     def check_open(self) -> None:
         """Raises CallRefused once the execution has ended."""
         if self.closed:
             raise CallRefused(409, f"execution {self.spec.execution} has ended", "conflict_error", "execution_ended")
 
+    def read(self, request: ChatRequest) -> ChatRequest:
+        """The request with its tool calls as they were sampled; results among its messages are noted."""
+        messages = self._tool_calls.restored(request.messages)
+        self.provenance.close_answered(messages)
+        return request if messages is request.messages else replace(request, messages=messages)
+
     def recorded_answer(self, request_key: bytes, is_retry: bool) -> Answer | None:
         """The answer a repeated request is owed: undelivered, or the request says that it is a retry."""
-        recorded = self._answers.get(request_key)
-        return recorded.answer if recorded and (is_retry or not recorded.delivered) else None
+        answer = self._answers.get(request_key)
+        return answer if answer and (is_retry or self.deliveries.is_waiting(answer.call)) else None
 
     def delivered(self, request_key: bytes) -> None:
         """The answer was written to its connection; the same request now asks for another sample."""
-        recorded = self._answers.get(request_key)
-        if recorded:
-            recorded.delivered = True
+        answer = self._answers.get(request_key)
+        if answer:
+            self.deliveries.reached(answer.call)
+
+    def shown(self, messages: Sequence[Message], earlier: Node | None, place: Place) -> CallEvidence:
+        """What a request shows of earlier calls, without tags. What it shows or goes on with has reached the harness.
+
+        `earlier`: the call whose messages and answer begin the request; `place`: where its prompt hangs.
+        """
+        if earlier is not None:
+            self.deliveries.reached(earlier.call)
+        found = NOTHING_SHOWN if place.continues or not self._nodes else self.provenance.look(messages)
+        self._note_shown(place.base, place.keep_len, found)
+        return found
+
+    def _note_shown(self, base: Node | None, keep_len: int, found: CallEvidence) -> None:
+        if base is not None and keep_len >= base.length:
+            self.deliveries.reached(base.call)
+        self.deliveries.reached(*found.quotes, *filter(None, (found.replays,)))
 
     def earlier(self, keys: list[bytes]) -> tuple[Node | None, int]:
         """The latest call whose messages and answer begin the request with chain `keys`, and how many they are."""
@@ -160,23 +184,39 @@ class Session:
         return None, 0
 
     def recall(self, call: ArchivedCall) -> None:
-        """Take a call of an earlier life of the gateway, whose prompt is known as a delta only."""
+        """Take a call of an earlier life of the gateway, whose prompt is known as a delta only.
+
+        What that life knew of deliveries beyond what it archived is lost, unless the calls themselves show it.
+        """
         record = call.record
         base = self._nodes[record.base_call].ids()[:record.keep_len] if record.base_call else record.prompt_delta[:0]
         prompt = np.concatenate((base, record.prompt_delta)).astype(np.int32, copy=False)
         place = self.tree.locate(prompt)
+        self.provenance.close_tool_calls(call.answered)
+        self.deliveries.reached(*call.delivered)
+        self._note_shown(place.base, place.keep_len, record.evidence)
+        self.deliveries.recorded(record.call)
         self.remember(call, prompt, place, self.tree.extended(place, prompt, record.output_ids))
+        self.deliveries.saved()
+        self.provenance.saved()
+
+    def archived(self, record: CallRecorded, answer: Answer, keys: list[bytes], request_key: bytes, num_opening: int,
+                 now: float) -> ArchivedCall:
+        """A new call as it is kept on the disk, with all that happened since the one before it."""
+        return ArchivedCall(record, answer, request_key, transcript_key(keys, answer), self.stall.take(now),
+                            self.deliveries.news, self.provenance.answered, num_opening)
 
     def remember(self, call: ArchivedCall, prompt: np.ndarray, place: Place, chain: TokenChain) -> None:
         """Take a recorded call into contexts, answers and tool calls."""
         record = call.record
-        node = self.tree.add(record.call, place, prompt, record.output_ids, chain)
+        node = self.tree.add(record.call, place, prompt, record.output_ids, chain, call.num_opening)
         self._nodes[record.call] = node
         self._transcripts[call.transcript_key] = node
-        self._answers[call.request_key] = _Recorded(call.answer)
+        self._answers[call.request_key] = call.answer
         while len(self._answers) > self.limits.max_answers:
             self._answers.pop(next(iter(self._answers)))
-        self.tool_calls.update((c.id, c) for c in call.answer.message.tool_calls)
+        self._tool_calls.add(call.answer.message.tool_calls)
+        self.provenance.heard(record.call, call.answer.message)
         self.num_recorded = record.index + 1
 
     def close(self) -> None:
@@ -222,10 +262,14 @@ class Sessions:
         if spec.execution in self._live:
             return []
         session = Session(spec, self._limits)
-        archived = list(self._archive.load(spec.execution))
+        archived = self._recall(session)
+        self._live[spec.execution] = session
+        return archived
+
+    def _recall(self, session: Session) -> list[ArchivedCall]:
+        archived = list(self._archive.load(session.spec.execution))
         for call in archived:
             session.recall(call)
-        self._live[spec.execution] = session
         return archived
 
     def authenticate(self, authorization: str) -> Session:
@@ -248,6 +292,14 @@ class Sessions:
 
     def get(self, execution: str) -> Session | None:
         return self._live.get(execution)
+
+    def undelivered(self, execution: str) -> tuple[str, ...]:
+        """Recorded calls whose answer never reached the harness, in order, even of a session that was not opened again."""
+        session = self._live.get(execution)
+        if session is None:
+            session = Session(SessionSpec(execution, "", 0, Sampling()))
+            self._recall(session)
+        return session.deliveries.undelivered
 
     def close(self, execution: str) -> None:
         """End a session; calls in flight are refused. What it counted can still be asked."""

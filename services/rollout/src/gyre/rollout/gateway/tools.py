@@ -48,17 +48,32 @@ def _parse_block(text: str, start: int) -> tuple[str, str, int] | None:
         return None
     if not isinstance(body, dict) or not isinstance(body.get("name"), str):
         return None
-    arguments = body.get("arguments", body.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments_text = arguments
-    elif isinstance(arguments, dict):
-        arguments_text = json.dumps(arguments, ensure_ascii=False)
-    else:
+    arguments_text = _arguments_text(body.get("arguments", body.get("parameters", {})))
+    if arguments_text is None or not _can_be_sent(body["name"] + arguments_text):
         return None
     close = text.find(CLOSE, end)
     if close >= 0 and not text[end:close].strip():
         return body["name"], arguments_text, close + len(CLOSE)
     return (body["name"], arguments_text, end) if not text[end:].strip() else None
+
+
+def _arguments_text(arguments: object) -> str | None:
+    if isinstance(arguments, str):
+        return arguments
+    try:
+        # No harness could read NaN or infinity.
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False) if isinstance(arguments, dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _can_be_sent(text: str) -> bool:
+    """Whether text has no half of a surrogate pair, which JSON can spell but UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _call_id(call_key: str, index: int) -> str:

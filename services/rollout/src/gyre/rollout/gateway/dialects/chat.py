@@ -59,7 +59,16 @@ def parse(body: bytes, limits: Limits) -> ChatRequest:
         stream=data.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         model=str(data.get("model", "")),
+        tags=_tags(data),
     )
+
+
+def _tags(data: Mapping[str, Any]) -> dict[str, str]:
+    """Fields by which harnesses say whose request it is; what is no text says nothing."""
+    metadata = data.get("metadata")
+    fields = {"metadata.user_id": metadata.get("user_id") if isinstance(metadata, dict) else None,
+              "session_id": data.get("session_id"), "prompt_cache_key": data.get("prompt_cache_key")}
+    return {name: value for name, value in fields.items() if isinstance(value, str)}
 
 
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
@@ -147,8 +156,10 @@ def _tool_call(value: object, where: str) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise CallRefused(400, f"{where}: expected {{id, type: function, function: {{name, arguments}}}}")
-    arguments = function.get("arguments", "")
-    if not isinstance(arguments, str):
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = ""
+    elif not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()
     return ToolCall(_string(value.get("id"), f"{where}.id"), function["name"], arguments)  # type: ignore[union-attr]
 

@@ -1,0 +1,1 @@
+"""Looking inside one execution's trajectory tree: on a terminal and as one HTML page."""

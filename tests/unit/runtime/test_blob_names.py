@@ -1,0 +1,21 @@
+"""Looking around in a blob store: the names that lie right in a folder."""
+
+from pathlib import Path
+
+import pytest
+from gyre.runtime.blobs import BlobStore, open_blobs
+
+
+@pytest.fixture(params=["directory", "url"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    return open_blobs(str(tmp_path) if request.param == "directory" else f"memory://{tmp_path.name}")
+
+
+def test_names_are_those_of_the_folder_alone(blobs: BlobStore) -> None:
+    for path in ("trees/a.msgpack", "trees/b.msgpack", "trees/deeper/c.msgpack", "other/d"):
+        blobs.put(path, b"x")
+    assert {"a.msgpack", "b.msgpack"} <= set(blobs.names("trees")) <= {"a.msgpack", "b.msgpack", "deeper"}
+
+
+def test_a_folder_that_is_not_there_has_no_names(blobs: BlobStore) -> None:
+    assert blobs.names("trees") == []
