@@ -26,7 +26,8 @@ TURNS_PER_CONTEXT = 2  # of the main agent
 DONE_SHARES = (0.0, 0.2, 0.5, 0.9)  # of a directory's modules that earlier agents repaired, equally likely
 DELEGATED_SHARE = 0.75  # of the main agent's turns
 
-DIRECTORY = 10  # what a place may hold, beside the clinic's: where the main agent sends an agent
+#: what a place may hold, beside the clinic's: how a turn of the main agent begins, its second word, its last one
+OPENING, SECOND, LAST = range(10, 13)
 
 ID = {word: index for index, word in enumerate(VOCABULARY)}
 DIRECTORY_IDS = np.array([ID[directory] for directory in DIRECTORIES])
@@ -34,7 +35,9 @@ MODULE_IDS_DM = np.array([[ID[name] for name in names] for names in DIRECTORIES.
 CHOICES = {
     MODULE: MODULE_IDS_DM.ravel(),
     KIND: STATE_IDS[1:],
-    DIRECTORY: DIRECTORY_IDS,
+    OPENING: np.array([ID["F"], ID[CALL]]),
+    SECOND: np.concatenate([DIRECTORY_IDS, MODULE_IDS_DM.ravel()]),
+    LAST: np.concatenate([STATE_IDS[1:], [ID[CALL_END]]]),
 }
 JUNK = WORDS + NEW_WORDS
 
@@ -107,27 +110,22 @@ def _overview(writer: Writer, count_SD: np.ndarray, place: int = FORMAT) -> None
 
 
 def _main_turn(writer: Writer, rng: np.random.Generator, count_SD: np.ndarray) -> np.ndarray:
-    """Writes a random turn and its outcome, which is drawn too; returns how many modules fail after it.
-
-    All sessions of a block delegate, or none does, so that a place holds the same kind of word in all of them.
-    """
-    num, delegated = len(count_SD), rng.random() < DELEGATED_SHARE
+    """Writes a random turn and its outcome, which is drawn too; returns how many modules fail after it."""
+    num = len(count_SD)
     rows, directory_S, module_S = np.arange(num), rng.integers(0, len(DIRECTORIES), num), rng.integers(0, NUM_MODULES, num)
-    malformed_S = rng.random(num) < MALFORMED_SHARE
+    delegated_S, malformed_S = rng.random(num) < DELEGATED_SHARE, rng.random(num) < MALFORMED_SHARE
     before_S = count_SD[rows, directory_S]
     helped_S = rng.random(num) * NUM_MODULES * 4 < before_S  # the right one of four repairs, of a module that fails
-    left_S = rng.integers(0, before_S + 1) if delegated else before_S - helped_S
+    left_S = np.where(delegated_S, rng.integers(0, before_S + 1), before_S - helped_S)
     count_SD = count_SD.copy()
     count_SD[rows, directory_S] = np.where(malformed_S, before_S, left_S)
+    second_S = np.where(delegated_S, DIRECTORY_IDS[directory_S], MODULE_IDS_DM[directory_S, module_S])
     writer.words("<|end|>", "<|assistant|>")
-    writer.column(np.full(num, ID[CALL] if delegated else ID["F"]))
-    named_S = DIRECTORY_IDS[directory_S] if delegated else MODULE_IDS_DM[directory_S, module_S]
-    writer.column(np.where(malformed_S, ID["?"], named_S), DIRECTORY if delegated else MODULE)
-    if delegated:
-        writer.words(CALL_END, "<|end|>", "<|tool|>")
-    else:
-        writer.column(STATE_IDS[rng.integers(1, 5, num)], KIND)
-        writer.words("<|end|>", "<|user|>")
+    writer.column(np.where(delegated_S, ID[CALL], ID["F"]), OPENING)
+    writer.column(np.where(malformed_S, ID["?"], second_S), SECOND)
+    writer.column(np.where(delegated_S, ID[CALL_END], STATE_IDS[rng.integers(1, 5, num)]), LAST)
+    writer.words("<|end|>")
+    writer.column(np.where(delegated_S, ID["<|tool|>"], ID["<|user|>"]))
     writer.column(np.where(malformed_S, ID["?"], DIRECTORY_IDS[directory_S]))
     writer.column(np.where(malformed_S, ID["?"], count_ids(left_S)), REPORT)
     writer.words("<|end|>", "<|user|>")
