@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trees import (
     expanded_loss,
     gradients,
-    positions_and_exits,
+    hand_built,
     random_micro_step,
     relative_error,
     targets_of,
@@ -58,19 +58,6 @@ def test_all_attentions_score_any_forest_alike(seed: int, fork: float, num_trees
     dense, *others = (score_targets(decoder, micro_step, a).logprob_K for a in attentions(micro_step))
     for other in others:
         torch.testing.assert_close(dense, other, rtol=0, atol=1e-12)
-
-
-def hand_built(parent: list[int], target: list[int], path: list[int]) -> MicroStep:
-    parents = np.array(parent, np.int32)
-    position, exit_ = positions_and_exits(parents)
-    base = random_micro_step(0, num_trees=1)
-    num = len(target)
-    return replace(
-        base, ids=np.arange(len(parent), dtype=np.int32) % 37, parent=parents, position=position, exit=exit_,
-        tree=np.zeros(len(parent), np.int32), target=np.array(target, np.int32), path=np.array(path, np.int32),
-        logprob=np.full(num, -3.0, np.float32), version=np.zeros(num, np.int32),
-        weight=np.full(num, 1 / num, np.float32), advantage=np.ones(1, np.float32),
-    )  # fmt: skip
 
 
 def test_a_fork_on_a_last_token_scores_one_label_per_child() -> None:

@@ -82,6 +82,19 @@ def _dress(rng: np.random.Generator, parent: np.ndarray, tree: np.ndarray, num_t
     )
 
 
+def hand_built(parent: list[int], target: list[int], path: list[int]) -> MicroStep:
+    parents = np.array(parent, np.int32)
+    position, exit_ = positions_and_exits(parents)
+    base = random_micro_step(0, num_trees=1)
+    num = len(target)
+    return replace(
+        base, ids=np.arange(len(parent), dtype=np.int32) % 37, parent=parents, position=position, exit=exit_,
+        tree=np.zeros(len(parent), np.int32), target=np.array(target, np.int32), path=np.array(path, np.int32),
+        logprob=np.full(num, -3.0, np.float32), version=np.zeros(num, np.int32),
+        weight=np.full(num, 1 / num, np.float32), advantage=np.ones(1, np.float32),
+    )  # fmt: skip
+
+
 def positions_and_exits(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Depth of each token and the end of its subtree, by definition."""
     position = np.zeros(len(parent), np.int32)

@@ -41,15 +41,15 @@ class Block:
     targets: np.ndarray
 
 
-def blocks_of(micro_step: MicroStep, block_tokens: int) -> list[Block]:
-    """The unbranched runs of a forest, cut into blocks, in depth-first order."""
+def blocks_of(micro_step: MicroStep, block_tokens: int, cuts: Sequence[int] = ()) -> list[Block]:
+    """The unbranched runs of a forest, cut into blocks (also before the tokens `cuts`), in depth-first order."""
     parent = micro_step.parent
     starts = np.flatnonzero((parent != np.arange(len(parent)) - 1) | (parent < 0))
     ends = np.append(starts[1:], len(parent))
     # A token with several children ends a block: what forks off begins behind it.
-    cuts = [np.arange(a, b, block_tokens) for a, b in zip(starts, ends, strict=True)]
+    pieces = [np.arange(a, b, block_tokens) for a, b in zip(starts, ends, strict=True)]
     forks = parent[starts[parent[starts] >= 0]] + 1
-    bounds = np.unique(np.concatenate((*cuts, forks, [len(parent)])))
+    bounds = np.unique(np.concatenate((*pieces, forks, np.array(cuts, np.int64), [len(parent)])))
     scorer = parent[micro_step.target]
     order = np.argsort(scorer, kind="stable")
     edges = np.searchsorted(scorer[order], bounds)
@@ -117,9 +117,9 @@ class DepthFirst:
     """One micro-step, walked depth first. `block_tokens` bounds the graph that is held at once."""
 
     def __init__(self, model: PolicyModel, micro_step: MicroStep, temperature: float = 1.0,
-                 block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
+                 block_tokens: int = DEFAULT_BLOCK_TOKENS, cuts: Sequence[int] = ()) -> None:
         self._model, self._micro_step, self._temperature = model, micro_step, temperature
-        self._blocks = blocks_of(micro_step, block_tokens)
+        self._blocks = blocks_of(micro_step, block_tokens, cuts)
         weight = next(iter(model.parameters()))
         self._device, config = weight.device, model.config
         longest = int(micro_step.position.max(initial=-1)) + 1
