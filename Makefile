@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-harness test-nixl lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -19,6 +19,10 @@ test: lint gen-check  ## Lint, check generated code, run every test that needs n
 test-harness: setup  ## Run the tests that drive a real third-party harness, installed apart in .venv-harness
 	@sh tools/setup_harness.sh
 	@GYRE_TEST_HARNESS_BIN='$(CURDIR)/.venv-harness/bin' $(BIN)/python -m pytest -m harness $(ARGS)
+
+test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed apart in .venv-nixl (Linux)
+	@sh tools/setup_nixl.sh
+	@NIXL_LOG_LEVEL=WARN .venv-nixl/bin/python -m pytest tests/unit/transfer tests/integration/test_transfer_processes.py $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .
