@@ -5,19 +5,20 @@ or finished back, and its gradient buffer is never read. So each micro-step is i
 `done` and `settled` at any time, and the sum over `settled` and the core's own `done` is what is reduced.
 
 Workers schedule themselves: whoever is free claims, longest first, so that small ones are left for the end and all end
-within about one micro-step of each other. A claim may bring several micro-steps, at most half of the worker's share of
-what is left. Near the end a slow worker leaves a long micro-step to one that would be done with it earlier.
+within about one micro-step of each other. A claim may bring several short micro-steps: a second's worth, at most half of
+the worker's share of what is left. Near the end a slow worker leaves a long one to whoever would be done with it earlier.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 from enum import Enum
 
 from gyre.contracts.events import MicroStepRef
 from gyre.trainer.speeds import Speeds
 
+CHUNK_S = 1.0  # a claim costs milliseconds; more than this is not worth taking from who may still join
 STALL_LEASES = 10  # heartbeats alone hold a claim for so many leases,
 STALL_FACTOR = 20.0  # or for so many times what its micro-steps should take, whichever is longer
 
@@ -107,7 +108,7 @@ class ClaimTable:
         return verdict, refs[0] if refs else None
 
     def claim_chunk(self, worker: str, now: float, most: int) -> tuple[Verdict, tuple[MicroStepRef, ...]]:
-        """Up to `most` micro-steps, the longest first: at most half of the worker's share of what is left, but one."""
+        """Up to `most` micro-steps, the longest first, for a second, or for half of what is left; at least one."""
         entry = self._renew(worker, now)
         if entry is None:
             return Verdict.STALE, ()
@@ -254,7 +255,7 @@ class ClaimTable:
     def _choose(self, entry: _Worker, now: float, most: int) -> list[str]:
         """Take micro-steps out of the queue for this worker; empty if it had better wait."""
         speed, total = self._speeds.of(entry.cell), self._total_speed()
-        share = sum(work for work, _ in self._pending) / (2.0 * total) * speed
+        share = min(sum(work for work, _ in self._pending) / (2.0 * total), CHUNK_S) * speed
         at = self._first_for(entry, now)
         chosen, taken = [], 0.0
         while at is not None and at >= 0:
@@ -263,7 +264,8 @@ class ClaimTable:
             taken += work
             if len(chosen) == (most if self._speeds.is_known(entry.cell) else 1):
                 break
-            at = bisect_left(self._pending, (share - taken, "")) - 1  # the longest that still fits the share
+            fits = (share - taken) * (1.0 + 1e-9)
+            at = bisect_right(self._pending, fits, key=lambda pending: pending[0]) - 1  # the longest that fits
         return chosen
 
     def _first_for(self, entry: _Worker, now: float) -> int | None:
@@ -272,7 +274,7 @@ class ClaimTable:
             return None
         speed = self._speeds.of(entry.cell)
         left = sum(work for work, _ in self._pending)
-        end_s = (left + self._under_way(now)) / self._total_speed() + self._pending[0][0] / speed
+        end_s = (left + self._under_way(now)) / self._total_speed()  # if everything divided evenly
         for at in range(len(self._pending) - 1, -1, -1):
             work = self._pending[at][0]
             if work / speed <= end_s or work / speed <= self._soonest_elsewhere(entry, work, now):
@@ -281,12 +283,13 @@ class ClaimTable:
 
     def _soonest_elsewhere(self, entry: _Worker, work: float, now: float) -> float:
         """In how many seconds another worker would have done `work`, after what it is at."""
-        others = [w for w in self._workers.values() if w is not entry and w.asked and w.offer is None]
+        others = [w for w in self._workers.values() if w is not entry and w.offer is None]
         return min((self._busy_s(w, now) + work / self._speeds.of(w.cell) for w in others), default=float("inf"))
 
     def _busy_s(self, entry: _Worker, now: float) -> float:
         """Until a worker asks again. One that is overdue is expected to need as long again: nobody is waited for long."""
-        expected_s = sum(self._work(m) for m in entry.leased) / self._speeds.of(entry.cell)
+        joining_s = 0.0 if entry.asked else self._speeds.join_s
+        expected_s = joining_s + sum(self._work(m) for m in entry.leased) / self._speeds.of(entry.cell)
         return abs(expected_s - (now - entry.since))
 
     def _under_way(self, now: float) -> float:
@@ -299,10 +302,9 @@ class ClaimTable:
     def _worth_joining(self, cell: int, now: float) -> bool:
         if not self.sealed or not self._pending or not self._speeds.work:
             return True
-        speed = self._speeds.of(cell)
         left = sum(work for work, _ in self._pending)
-        end_s = (left + self._under_way(now)) / (self._total_speed() + speed)
-        return self._speeds.join_s + self._pending[0][0] / speed <= end_s
+        end_s = (left + self._under_way(now)) / self._total_speed()  # without the newcomer
+        return self._speeds.join_s + self._pending[0][0] / self._speeds.of(cell) <= end_s
 
     def _renew(self, worker: str, now: float) -> _Worker | None:
         entry = self._workers.get(worker)
