@@ -223,8 +223,18 @@ def test_the_fit_reorders_claims_and_changes_nothing_else() -> None:
     speeds, rng = Speeds(), random.Random(2)
     for _ in range(30):  # in truth only tokens cost anything
         tokens, cost = rng.randint(1, 100), rng.uniform(1, 100)
-        speeds.measured(0, ref("m", cost, tokens), tokens / 50)
+        speeds.measured(rng.randint(0, 1), ref("m", cost, tokens), tokens / 50)
     claims = ClaimTable(0, 0, "c0", 10.0, speeds)
     claims.add((ref("costly", 90.0, 10), ref("wordy", 10.0, 90)))
     assert names(claims, "c0", 0.0) == ["wordy"]
     assert claims.unclaimed_cost == 90.0, "what is declared is what is reported"
+
+
+def test_one_cell_alone_keeps_to_the_declared_order() -> None:
+    speeds, rng = Speeds(), random.Random(2)
+    for _ in range(30):
+        tokens, cost = rng.randint(1, 100), rng.uniform(1, 100)
+        speeds.measured(0, ref("m", cost, tokens), tokens / 50)
+    claims = ClaimTable(0, 0, "c0", 10.0, speeds)
+    claims.add((ref("costly", 90.0, 10), ref("wordy", 10.0, 90)))
+    assert names(claims, "c0", 0.0) == ["costly"]

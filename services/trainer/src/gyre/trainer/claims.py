@@ -70,7 +70,8 @@ class ClaimTable:
         self._core = core_worker
         self._lease_s = lease_s
         self._speeds = Speeds() if speeds is None else speeds
-        self._per_token, self._per_cost = self._speeds.fit.weights()
+        # One cell alone keeps to the declared order: there is nobody to end together with, and it stays repeatable.
+        self._per_token, self._per_cost = self._speeds.fit.weights() if len(self._speeds.work) > 1 else (0.0, 1.0)
         self._refs: dict[str, MicroStepRef] = {}
         self._pending: list[tuple[float, str]] = []  # (work, name), the longest last
         self._settled: set[str] = set()

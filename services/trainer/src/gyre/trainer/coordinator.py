@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 CORE_WORKER = "core"
 LONG_POLL_S = 1.0
+LOOK_AGAIN_S = 0.1  # at what a waiting worker may claim: it depends on time too
 BACKLOG_EVERY_S = 1.0
 
 
@@ -297,7 +298,7 @@ class Coordinator:
             remaining = deadline - self._clock.now()
             if verdict is not Verdict.WAIT or remaining <= 0:
                 return verdict, refs
-            await self._wait_for_change(remaining)
+            await self._wait_for_change(min(remaining, LOOK_AGAIN_S))
 
     def _claim(self, worker: str, step: int, attempt: int, most: int) -> tuple[Verdict, tuple[MicroStepRef, ...]]:
         table = self._find(step, attempt)
