@@ -74,6 +74,7 @@ class WatchedCore(DirectCore):
         super().__init__()
         self.admitted: list[tuple[int, int, int]] = []  # cell, step, version
         self.refused: list[str] = []
+        self.heartbeats = 0
         self.after_offer = lambda worker: None
 
     async def join(self, cell: int, epoch: int, worker: str) -> Admission:
@@ -83,6 +84,10 @@ class WatchedCore(DirectCore):
         else:
             self.refused.append(answer.reason)
         return answer
+
+    async def heartbeat(self, worker: str, step: int, attempt: int) -> bool:
+        self.heartbeats += 1
+        return await super().heartbeat(worker, step, attempt)
 
     async def offer(self, worker: str, step: int, attempt: int, micro_steps: frozenset[str], transfer: str) -> bool:
         core = self._up()

@@ -11,6 +11,7 @@ from gates import DEADLINE_S, NUM_MICRO_STEPS, GatedCluster, gated, updated_alon
 from gyre.contracts.events import StepFinished, StepSealed, WeightsPublished
 from gyre.runtime.clock import SystemClock
 from gyre.trainer.core import StepTrained
+from gyre.trainer.satellite import HEARTBEATS_PER_LEASE
 from test_mid_step import STEPS, largest_error
 
 Weights = dict[str, torch.Tensor]
@@ -214,6 +215,22 @@ async def test_a_late_satellite_is_refused_once_the_window_has_closed(tmp_path: 
         await run.until(StepFinished, 1)
         await run.joined(2)
         assert {step for cell, step, _ in run.peer.admitted if cell == 2} == {1}
+        await ends_like(run, reference)
+
+
+async def test_a_micro_step_longer_than_its_lease_is_kept_by_heartbeats(tmp_path: Path, reference: Weights) -> None:
+    async with gated(tmp_path, 0, 1) as run:
+        await run.joined(1)
+        run.blobs.hold(0, after=0)
+        run.blobs.hold(1, after=2)
+        run.complete_step(0)
+        await run.reach(1, 2)
+        async with asyncio.timeout(DEADLINE_S):
+            while run.peer.heartbeats < 3 * HEARTBEATS_PER_LEASE:
+                await SystemClock().sleep(0.005)
+        run.blobs.let_go()
+        first, *_ = await run.until(StepFinished, 1)
+        assert first.micro_steps_by_cell["1"] >= 3, "what it computed before and in those three leases counts"
         await ends_like(run, reference)
 
 

@@ -67,7 +67,7 @@ async def add_offers(
             await transfer.read(descriptor, into=staging, names=list(staging), timeout_s=timeout_s)
             if not np.array_equal(staging[STAMP], stamp_of(table.step, table.attempt, table.done_by(offer.worker))):
                 raise TransferError("the buffer is the sum of other micro-steps, or of another attempt")
-        except (TransferError, ValueError, KeyError) as error:
+        except TransferError as error:
             log.warning("step %d attempt %d: %s revoked: %s", table.step, table.attempt, offer.worker, error)
             table.revoke(offer.worker)
             return False

@@ -78,4 +78,8 @@ def descriptor_text(descriptor: RegionDescriptor) -> str:
 
 
 def descriptor_of(text: str) -> RegionDescriptor:
-    return RegionDescriptor.from_wire(json.loads(text))
+    """What a peer said; raises `TransferError` for anything that is no descriptor."""
+    try:
+        return RegionDescriptor.from_wire(json.loads(text))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise TransferError(f"not a transfer descriptor: {text[:80]!r}: {error!r}") from error
