@@ -355,7 +355,8 @@ class Coordinator:
             "attempt": float(state.attempt),
             "groups_waiting": float(len(state.membership.waiting)),
             "unclaimed_cost": 0.0 if table is None else table.unclaimed_cost,
-        }
+            "join_s": self._speeds.join_s,
+        } | {f"speed_cell_{cell}": self._speeds.of(cell) for cell in self._speeds.work}
         by_cell = {} if table is None else table.micro_steps_by_cell()
         return gauges | {f"micro_steps_cell_{cell}": float(num) for cell, num in by_cell.items()}
 
