@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness test-trl lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-harness test-trl test-nixl lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -24,6 +24,11 @@ test-trl: setup  ## Compare the losses with those of TRL, installed apart in .ve
 	@sh tools/setup_trl.sh
 	@PYTHONPATH=libs/contracts/src:libs/runtime/src:services/trainer/src .venv-trl/bin/python -m pytest -s \
 		--override-ini=addopts= --import-mode=importlib --disable-warnings --confcutdir=tests/optional tests/optional/test_trl_losses.py $(ARGS)
+
+test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed apart in .venv-nixl (Linux)
+	@sh tools/setup_nixl.sh
+	@NIXL_LOG_LEVEL=WARN .venv-nixl/bin/python -m pytest -s tests/unit/transfer tests/integration/test_transfer_processes.py $(ARGS)
+	@.venv-nixl/bin/python -m pytest tests/integration/test_mid_step_join.py -k nixl $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .

@@ -54,8 +54,13 @@ class DirectCore:
     async def leave(self, cell: int, worker: str) -> None:
         self._up().leave(worker)
 
-    async def claim(self, worker: str, step: int, attempt: int) -> tuple[Verdict, MicroStepRef | None]:
-        return await self._up().claim(worker, step, attempt)
+    async def claim(
+        self, worker: str, step: int, attempt: int, most: int
+    ) -> tuple[Verdict, tuple[MicroStepRef, ...]]:
+        return await self._up().claim(worker, step, attempt, most)
+
+    async def heartbeat(self, worker: str, step: int, attempt: int) -> bool:
+        return self._up().heartbeat(worker, step, attempt)
 
     async def complete(
         self, worker: str, step: int, attempt: int, micro_step: str, seconds: float, sums: dict[str, float]

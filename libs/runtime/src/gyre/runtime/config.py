@@ -254,6 +254,7 @@ class Deployment:
     trainers: tuple[Endpoint, ...]
     evaluators: tuple[Endpoint, ...]
     transfers: tuple[Endpoint, ...]  # the trainer workers' transfer servers
+    transfer: Literal["auto", "shared_memory", "tcp", "nixl"] = "auto"  # how weights and gradients are read
     allow_unsandboxed: bool = False
     durability: Literal["power", "process"] = "power"  # what a commit survives
 

@@ -34,7 +34,7 @@ async def worker(process: runtime.Process) -> None:
     backend = TorchBackend.load(config.policy, config.dtype, config.loss, optimizer, config.device, reference,
                                 config.memory_bytes)
     lock = DeviceLock(config.cells_dir, cell, "trainer")
-    with open_transfer(process.name, config.cells_dir, deployment.transfers[cell]) as transfer:
+    with open_transfer(process.name, config.cells_dir, deployment.transfers[cell], deployment.transfer) as transfer:
         service = await open_ledger(process, config, lambda trace: shell.attend(trace))
         parts = (transfer, process.blobs, lock, process.clock)
         coordinator = Coordinator(config, service, backend, backend.policy, *parts) if config.is_core else None
