@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness test-trl test-nixl lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-harness test-trl test-nixl test-deepspeed lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -29,6 +29,10 @@ test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed ap
 	@sh tools/setup_nixl.sh
 	@NIXL_LOG_LEVEL=WARN .venv-nixl/bin/python -m pytest -s tests/unit/transfer tests/integration/test_transfer_processes.py $(ARGS)
 	@.venv-nixl/bin/python -m pytest tests/integration/test_mid_step_join.py -k nixl $(ARGS)
+
+test-deepspeed: setup  ## Run the tests of the DeepSpeed backend, with DeepSpeed installed apart in .venv-deepspeed
+	@sh tools/setup_deepspeed.sh
+	@.venv-deepspeed/bin/python -m pytest tests/unit/trainer/test_ranks.py -k deepspeed $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .

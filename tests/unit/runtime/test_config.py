@@ -56,6 +56,10 @@ def test_a_resolved_configuration_reads_back_as_itself(path):
     ("burst.phi='two'", "Expected `int`, got `str` - at `burst.phi"),
     ("cells.tensor_parallel=2", "cells.tensor_parallel = 2: tensor parallelism is not built yet"),
     ("cells.context_parallel=2", "context parallelism is not built yet"),
+    ("training.ranks=0", "training.ranks = 0: must be at least 1"),
+    ("training.zero_stage=2", "training.zero_stage = 2: the torch backend has no such stage; leave it 0"),
+    ("training={backend='fsdp', zero_stage=1}", "the fsdp backend has no such stage; use 2 or 3"),
+    ("policy.implementation=transformers", "engine.backend = 'auto' cannot sample from it yet"),
     ("cells.expert_parallel=2", "expert parallelism is not built yet"),
     ("cells.nodes_per_cell=2", "several nodes in a cell is not built yet"),
     ("policy.lora_rank=8", "LoRA is not built yet"),
@@ -139,3 +143,17 @@ def test_overrides_do_not_change_what_they_were_given():
 
 def test_check_is_part_of_loading(path):
     check_run(load_run(path))
+
+
+@pytest.mark.parametrize("compute_dtype, stage, says", [
+    ("float64", 2, "the deepspeed backend takes float32 or bfloat16"),
+    ("bfloat16", 1, "training.zero_stage = 1: with bfloat16 the deepspeed backend takes 2 or 3"),
+])
+def test_what_deepspeed_cannot_do_exactly_is_refused(path, compute_dtype, stage, says):
+    with pytest.raises(ConfigError, match=says):
+        load_run(path, [f"optimizer.compute_dtype={compute_dtype}", f"training={{backend='deepspeed', zero_stage={stage}}}"])
+
+
+def test_every_backend_has_a_stage_of_its_own(path):
+    stages = [load_run(path, [f"training.backend={b}"]).training.stage for b in ("torch", "fsdp", "deepspeed")]
+    assert stages == [0, 3, 2]

@@ -34,7 +34,7 @@ def train(trainer: TorchBackend, *steps: int) -> None:
 
 def write(root: Path, policy: Path, version: int, trainer: TorchBackend) -> Path:
     return write_checkpoint(
-        root, version, trainer.policy, trainer.weights(), trainer.optimizer_state(), {"burst": 1}, policy
+        root, version, trainer.decoder.config, trainer.weights(), trainer.optimizer_state(), {"burst": 1}, policy
     )
 
 

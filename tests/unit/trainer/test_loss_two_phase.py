@@ -9,9 +9,12 @@ import torch
 from gyre.contracts.errors import ConfigError
 from gyre.policy.checkpoint import save_checkpoint
 from gyre.policy.decoder import Decoder
-from gyre.runtime.config import OptimizerConfig
+from gyre.runtime.config import CheckpointConfig, OptimizerConfig
+from gyre.trainer.backends.launch import open_backend
 from gyre.trainer.backends.torch import TorchBackend
+from gyre.trainer.config import TrainerConfig
 from gyre.trainer.loss import LossConfig, loss_gradient, policy_loss
+from gyre.trainer.step import MembershipRules
 from gyre.trainer.tree_forward import DenseTrees, score_targets
 from gyre.trainer.tree_training import targets_of
 from records import ALL_LOSSES, targets
@@ -117,16 +120,21 @@ def test_a_kl_and_an_entropy_on_the_tree_are_those_of_its_expanded_paths() -> No
 
 
 def test_a_kl_may_be_to_a_policy_from_elsewhere_with_the_same_vocabulary(tmp_path: Path) -> None:
-    config = LossConfig(kl_coefficient=0.5, temperature=0.7)
     for number, decoder in enumerate((tiny_decoder(), tiny_decoder(3), Decoder.create(replace(TINY, vocab_size=5), 0))):
         save_checkpoint(tmp_path / str(number), decoder.config, decoder.state_dict())
-    places = (tmp_path / "0", torch.float64, config, None, "cpu")
-    micro_step = random_micro_step(2)
-    sums = TorchBackend.load(*places, tmp_path / "1").accumulate(micro_step)
+    loss, micro_step = LossConfig(kl_coefficient=0.5, temperature=0.7), random_micro_step(2)
+    config = TrainerConfig(
+        1, 2, "r", "cpu", tmp_path / "0", tmp_path, tmp_path / "cells", "", 1, MembershipRules(1, 0), loss.resolved(),
+        OptimizerConfig(compute_dtype="float64"), CheckpointConfig())
+
+    def sums(reference: str | None) -> dict[str, float]:
+        placed = replace(config, reference=reference and tmp_path / reference)
+        return open_backend(placed, None).backend.accumulate(micro_step)
+
     attention = DenseTrees(micro_step)
     with torch.no_grad():
         logprob_K, reference_K = (score_targets(tiny_decoder(s), micro_step, attention, 0.7).logprob_K for s in (0, 3))
-    assert sums["reference_kl_k1"] == pytest.approx((logprob_K - reference_K).sum().item(), rel=1e-12)
-    assert TorchBackend.load(*places).accumulate(micro_step)["reference_kl_k1"] == 0.0
+    assert sums("1")["reference_kl_k1"] == pytest.approx((logprob_K - reference_K).sum().item(), rel=1e-12)
+    assert sums(None)["reference_kl_k1"] == 0.0
     with pytest.raises(ConfigError, match="loss.kl_reference = .* has 5 tokens in its vocabulary, the policy 37"):
-        TorchBackend.load(*places, tmp_path / "2")
+        sums("2")

@@ -104,7 +104,7 @@ class Cluster:
         lock = DeviceLock(self.home / "cells", cell, "trainer")
         parts = (transfer, self.blobs, lock, SystemClock())
         if cell == 0:
-            shell = self.peer.coordinator = Coordinator(config, ledger, backend, backend.policy, *parts)
+            shell = self.peer.coordinator = Coordinator(config, ledger, backend, backend.decoder.config, *parts)
         else:
             shell = Satellite(config, ledger, backend, self.peer, *parts)
         ledger.wake = shell.attend

@@ -1,12 +1,17 @@
 """Models of transformers train on trees: the same loss and gradients as their own attention on every expanded path."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gyre.contracts.microstep import MicroStep
+from gyre.policy.checkpoint import ForeignPolicy
 from gyre.policy.config import UnsupportedPolicy
+from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.torch import TorchBackend
+from gyre.trainer.checkpoint import newest_checkpoint, write_checkpoint
 from gyre.trainer.depth_first import DepthFirst
 from gyre.trainer.loss import LossConfig, policy_loss
 from gyre.trainer.runs import runs_of
@@ -156,3 +161,43 @@ def test_a_checkpoint_goes_in_and_out(tmp_path: Any) -> None:
     policy.save(tmp_path / "two", changed)
     again = dict(hf.TransformersModel.load(tmp_path / "two", torch.float32).named_parameters())
     assert all(torch.equal(again[name], tensor) for name, tensor in changed.items())
+
+
+def test_it_trains_and_goes_through_a_checkpoint_that_transformers_loads(tmp_path: Any) -> None:
+    micro_step, model = random_micro_step(3), network("llama", tied=True)
+    model.save_pretrained(tmp_path / "policy")
+    optimizer = OptimizerConfig(learning_rate=0.01)
+
+    def backend(directory: Path) -> TorchBackend:
+        return TorchBackend(hf.TransformersModel.load(directory, torch.float32), LossConfig(), optimizer)
+
+    straight, first = backend(tmp_path / "policy"), backend(tmp_path / "policy")
+    for trainer in (straight, first):
+        trainer.accumulate(micro_step)
+        trainer.update(0.25, 0.01, 1.0)
+    policy = ForeignPolicy.of(tmp_path / "policy")
+    state = first.weights(), first.optimizer_state()
+    directory = write_checkpoint(tmp_path / "checkpoints", 1, policy, *state, {"run": "r"}, tmp_path / "policy")
+    found = newest_checkpoint(tmp_path / "checkpoints")
+    resumed = backend(directory)
+    assert all(torch.equal(resumed.weights()[n], t) for n, t in straight.weights().items()), "as transformers loads it"
+    resumed.load_weights(found.weights)
+    resumed.load_optimizer_state(found.optimizer)
+    for trainer in (straight, resumed):
+        trainer.accumulate(micro_step)
+        trainer.update(0.25, 0.01, 1.0)
+    assert all(torch.equal(resumed.weights()[n], t) for n, t in straight.weights().items())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_two_ranks_of_fsdp_are_one(two_ranks: Any, tied: bool, tmp_path: Any) -> None:
+    network("qwen3", tied).float().save_pretrained(tmp_path)
+    one = TorchBackend(hf.TransformersModel.load(tmp_path, torch.float32), LossConfig(), OptimizerConfig(weight_decay=0.1))
+    with two_ranks.lead("fsdp", "float32", policy=str(tmp_path)) as two:
+        for step in range(3):
+            for seed in (0, 1):
+                micro_step = random_micro_step(2 * step + seed, num_trees=1 + 2 * seed)
+                one.accumulate(micro_step)
+                two.accumulate(micro_step)
+            assert two.update(0.25, 0.01, 1.0) == pytest.approx(one.update(0.25, 0.01, 1.0), rel=1e-5)
+        assert relative_to(two.weights(), one.weights()) < 1e-5

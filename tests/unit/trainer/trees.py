@@ -16,9 +16,9 @@ VOCAB = 37
 TINY = PolicyConfig("qwen3", VOCAB, 16, 24, 2, 4, 2, 4, tie_word_embeddings=True, qk_norm=True)
 
 
-def tiny_decoder(seed: int = 0) -> Decoder:
+def tiny_decoder(seed: int = 0, tied: bool = True) -> Decoder:
     """2 layers, 16 wide, grouped-query, float64, with weights large enough to matter."""
-    decoder = Decoder.create(TINY, seed).double()
+    decoder = Decoder.create(replace(TINY, tie_word_embeddings=tied), seed).double()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in decoder.parameters():

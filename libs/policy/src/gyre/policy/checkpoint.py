@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from gyre.policy.config import PolicyConfig
@@ -16,6 +18,17 @@ from safetensors.torch import load_file, save_file
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ForeignPolicy:
+    """A policy that another library runs: its `config.json` is kept as it is, its tensors have that library's names."""
+
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, directory: Path) -> ForeignPolicy:
+        return cls(json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8")))
 
 
 def load_config(directory: Path) -> PolicyConfig:
@@ -56,19 +69,21 @@ def load_decoder(directory: Path, dtype: torch.dtype | None = None) -> Decoder:
     return decoder if dtype is None else decoder.to(dtype)
 
 
-def save_checkpoint(directory: Path, config: PolicyConfig, state: Mapping[str, torch.Tensor]) -> None:
+def save_checkpoint(directory: Path, config: PolicyConfig | ForeignPolicy, state: Mapping[str, torch.Tensor]) -> None:
     """Writes ``model.safetensors`` and then ``config.json``, each whole or not at all (written beside, renamed)."""
-    check_state(config, state)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
+    if isinstance(config, PolicyConfig):
+        check_state(config, state)
+        if config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
     staged = directory / f".{WEIGHTS_FILE}.{os.getpid()}"
     save_file(tensors, staged, metadata={"format": "pt"})
     staged.replace(directory / WEIGHTS_FILE)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     staged = directory / f".{CONFIG_FILE}.{os.getpid()}"
-    staged.write_text(json.dumps(config.to_hf(dtype), indent=2) + "\n", encoding="utf-8")
+    fields = config.to_hf(dtype) if isinstance(config, PolicyConfig) else {**config.config, "dtype": dtype}
+    staged.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     staged.replace(directory / CONFIG_FILE)
 
 

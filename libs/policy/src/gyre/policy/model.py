@@ -14,6 +14,9 @@ class ModelShape(Protocol):
     """The numbers that a key/value cache needs."""
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def num_layers(self) -> int: ...
 
     @property

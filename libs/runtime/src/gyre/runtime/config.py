@@ -15,6 +15,7 @@ from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
 from gyre.runtime.losses import LossConfig, check_loss
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
+from gyre.runtime.training import TrainingConfig, check_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class PolicyConfigRef:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of the engine's weights
     lora_rank: int = 0
     name: str = "policy"  # the model name harnesses see
+    implementation: Literal["gyre", "transformers"] = "gyre"  # whose code the trainer runs the model with
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +182,6 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingConfig:
-    """How a worker trains micro-steps; the gradient does not depend on it."""
-
-    memory_gib: float = 2.0  # held for backward by one micro-step; beyond it layers are made again, then paths; 0: no bound
-
-
-@dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """Durable checkpoints at burst ends."""
 
@@ -219,9 +214,9 @@ class RunConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
@@ -299,6 +294,7 @@ def check_run(config: RunConfig) -> None:
     check_id(config.name, "name")
     _check_not_built(config)
     check_loss(config.loss, config.admission.advantage)
+    check_training(config.training, config.optimizer.compute_dtype, has_reference=bool(config.loss.kl_coefficient))
     positive = {
         "steps": config.steps, "cells.count": config.cells.count,
         "burst.steps_per_burst": config.burst.steps_per_burst,
@@ -312,7 +308,6 @@ def check_run(config: RunConfig) -> None:
         if value <= 0:
             raise ConfigError(f"{key} = {value}: must be greater than 0")
     for key, value in {"burst.phi": config.burst.phi, "admission.max_paths": config.admission.max_paths,
-                       "training.memory_gib": config.training.memory_gib,
                        "optimizer.learning_rate": config.optimizer.learning_rate,
                        "evaluation.num_tasks": config.evaluation.num_tasks}.items():
         if value < 0:
@@ -344,6 +339,9 @@ def _check_not_built(config: RunConfig) -> None:
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
     _check_choice("engine.backend", config.engine.backend, ("auto", "torch", "scripted"), BACKENDS_NOT_BUILT)
+    if config.policy.implementation == "transformers" and config.engine.backend != "scripted":
+        raise ConfigError(f"policy.implementation = 'transformers': the trainer can train such a policy, but engine.backend = "
+                          f"{config.engine.backend!r} cannot sample from it yet; use 'gyre', or engine.backend = 'scripted'")
     _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")

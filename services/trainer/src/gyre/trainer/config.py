@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from gyre.contracts.errors import ConfigError
 from gyre.runtime.config import CheckpointConfig, Deployment, OptimizerConfig, RunConfig
+from gyre.runtime.training import TrainingConfig
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.step import MembershipRules
 
@@ -39,7 +41,14 @@ class TrainerConfig:
     loss: LossConfig
     optimizer: OptimizerConfig
     retention: CheckpointConfig
-    memory_bytes: float = math.inf  # what backward may hold for one micro-step
+    training: TrainingConfig = TrainingConfig()
+    reference: Path | None = None  # HF directory of the policy that a KL is taken to; None: version 0
+    implementation: Literal["gyre", "transformers"] = "gyre"
+
+    @property
+    def memory_bytes(self) -> float:
+        """What backward may hold for one micro-step."""
+        return self.training.memory_gib * 2**30 or math.inf
 
     @property
     def is_core(self) -> bool:
@@ -68,7 +77,8 @@ def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> Trainer
         loss=loss.resolved(),
         optimizer=run.optimizer,
         retention=run.checkpoints,
-        memory_bytes=run.training.memory_gib * 2**30 or math.inf,
+        training=run.training,
+        implementation=run.policy.implementation,
     )
 
 

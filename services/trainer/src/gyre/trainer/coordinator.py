@@ -17,15 +17,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gyre.contracts.errors import CheckpointError
+from gyre.contracts.codec import pack
 from gyre.contracts.events import MicroStepRef
+from gyre.policy.checkpoint import ForeignPolicy
 from gyre.policy.config import PolicyConfig
 from gyre.runtime.blobs import BlobStore
 from gyre.runtime.clock import Clock
 from gyre.runtime.devices import DeviceLock
 from gyre.runtime.telemetry import span
 from gyre.trainer.backends.base import Backend
-from gyre.trainer.checkpoint import newest_checkpoint, prune, write_checkpoint
+from gyre.trainer.checkpoint import prune, rng_state, write_checkpoint
 from gyre.trainer.claims import ClaimTable, Verdict
 from gyre.trainer.compute import compute
 from gyre.trainer.config import DEVICE_POLL_S, POLL_S, READ_TIMEOUT_S, TrainerConfig, learning_rate
@@ -41,6 +42,7 @@ from gyre.trainer.core import (
 from gyre.trainer.ledger import Ledger
 from gyre.trainer.metrics import clip_warning
 from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
+from gyre.trainer.restore import restore_weights
 from gyre.trainer.speeds import Speeds
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights
 from gyre.transfer import Transfer
@@ -67,7 +69,7 @@ class Coordinator:
     """Owns the claim table of the running attempt; the event loop serialises everything that touches it."""
 
     def __init__(
-        self, config: TrainerConfig, ledger: Ledger, backend: Backend, policy: PolicyConfig, transfer: Transfer,
+        self, config: TrainerConfig, ledger: Ledger, backend: Backend, policy: PolicyConfig | ForeignPolicy, transfer: Transfer,
         blobs: BlobStore, lock: DeviceLock, clock: Clock,
     ) -> None:  # fmt: skip
         self._config, self._ledger, self._backend, self._policy = config, ledger, backend, policy
@@ -113,15 +115,8 @@ class Coordinator:
         return True
 
     async def _restore(self) -> None:
-        found = await asyncio.to_thread(newest_checkpoint, self._config.checkpoints)
-        if found is not None:
-            if found.position.get("run") != self._config.run:
-                raise CheckpointError(
-                    f"{found.directory} belongs to run {found.position.get('run')!r}, this is {self._config.run!r}"
-                )
-            self._backend.load_weights(found.weights)
-            self._backend.load_optimizer_state(found.optimizer)
-        await self._ledger.submit(WorkerStarted(0 if found is None else found.version))
+        version = await restore_weights(self._config, self._ledger.state, self._backend)
+        await self._ledger.submit(WorkerStarted(version))
 
     # ------------------------------------------------------------ devices
 
@@ -251,11 +246,11 @@ class Coordinator:
 
     async def _publish_weights(self) -> None:
         version = self._ledger.state.position
-        weights, optimizer = self._backend.weights(), self._backend.optimizer_state()
+        weights, optimizer = self._backend.weights(), self._backend.optimizer_state() | rng_state()
         position = {"burst": self._ledger.state.burst, "run": self._config.run}
         directory = await asyncio.to_thread(
             write_checkpoint, self._config.checkpoints, version, self._policy, weights, optimizer, position,
-            self._config.policy,
+            self._config.policy, pack(self._ledger.state),
         )  # fmt: skip
         retention = self._config.retention
         oldest = await asyncio.to_thread(prune, self._config.checkpoints, retention.keep_last, retention.keep_every)

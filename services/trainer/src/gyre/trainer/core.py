@@ -107,6 +107,7 @@ LocalEvent = (
 @dataclass(slots=True)
 class TrainerState:
     """position: steps completed in this lineage (= weights version in memory). durable: those in a checkpoint.
+    published, checksum: newest published version and the digest of its weights.
 
     attempts: number of the running attempt by step, absent for the first. burst_end: version at which the newest burst
     ends. backlog: the last one reported, as (step, groups waiting, unclaimed cost).
@@ -124,6 +125,7 @@ class TrainerState:
     unclaimed_cost: float = 0.0
     cell: CellState = field(default_factory=CellState)
     membership: Membership = field(default_factory=Membership)
+    checksum: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -266,7 +268,8 @@ def _attempt_failed(state: TrainerState, event: AttemptFailed) -> list[Effect]:
 
 def _checkpoint_written(state: TrainerState, event: CheckpointWritten) -> list[Effect]:
     state.durable = max(state.durable, event.version)
-    state.published = max(state.published, event.version)
+    if event.version >= state.published:
+        state.published, state.checksum = event.version, event.checksum
     state.membership.forget_before(event.oldest)
     state.attempts = {s: a for s, a in state.attempts.items() if s >= event.oldest}
     fact = WeightsPublished(event.version, event.checksum, state.burst, event.checkpoint, event.transfer)

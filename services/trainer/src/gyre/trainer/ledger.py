@@ -12,6 +12,7 @@ from gyre.runtime.process import Process
 from gyre.runtime.service import Service, Subscription
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.core import Attend, LocalEvent, TrainerCore, TrainerState
+from gyre.trainer.restore import rebuild_lost_ledger
 
 
 class Ledger(Protocol):
@@ -36,12 +37,14 @@ async def open_ledger(process: Process, config: TrainerConfig, attend: Attention
     async def perform(effect: Effect, trace: Mapping[str, str]) -> None:
         attend(trace if isinstance(effect, Attend) and effect.transition else {})
 
+    core, store, bus = TrainerCore(config.cell, config.rules), process.store(), await process.connect()
+    await rebuild_lost_ledger(store, bus, process.blobs, config, core)
     control = Subscription(CTL, (CellRoleAssigned, BurstOpened))
     cells = Subscription(EXEC, (CellRolloutReleased,))
     groups = Subscription(TRAJ, (GroupCompleted,))
     return Service(
-        name=process.name, run=process.run, core=TrainerCore(config.cell, config.rules), store=process.store(),
-        bus=await process.connect(), blobs=process.blobs, clock=process.clock, perform=perform,
+        name=process.name, run=process.run, core=core, store=store,
+        bus=bus, blobs=process.blobs, clock=process.clock, perform=perform,
         subscriptions=(control, cells, groups) if config.is_core else (control, cells),
         single_writer_subjects=(StepSealed,),
     )  # fmt: skip

@@ -1,8 +1,13 @@
-"""`gyre-trainer worker --cell N`: wiring only. Cell 0's worker is the core, every other one a satellite."""
+"""`gyre-trainer worker --cell N`: wiring only. Cell 0's worker is the core, every other one a satellite.
+
+`gyre-trainer rank --cell N` is one more rank of a worker; a worker that is alone on its machine starts them itself.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 from dataclasses import replace
 
 import torch
@@ -11,7 +16,7 @@ from gyre.runtime import process as runtime
 from gyre.runtime.devices import DeviceLock
 from gyre.runtime.rpc import Server
 from gyre.runtime.service import Service
-from gyre.trainer.backends.torch import TorchBackend
+from gyre.trainer.backends.launch import Place, follow_leader, open_backend
 from gyre.trainer.config import trainer_config
 from gyre.trainer.coordinator import Coordinator
 from gyre.trainer.core import TrainerState
@@ -29,15 +34,19 @@ async def worker(process: runtime.Process) -> None:
     cell, deployment = process.index, process.deployment
     config = trainer_config(process.config, deployment, cell)
     config = replace(config, policy=process.config_dir / config.policy)
-    reference = process.config_dir / config.loss.kl_reference if config.loss.kl_reference else None
-    optimizer = config.optimizer if config.is_core else None
-    backend = TorchBackend.load(config.policy, config.dtype, config.loss, optimizer, config.device, reference,
-                                config.memory_bytes)
+    if config.loss.kl_reference:
+        config = replace(config, reference=process.config_dir / config.loss.kl_reference)
+    place = Place.of(os.environ, config.training.ranks)
+    if place is not None and place.rank > 0:
+        await follow_leader(config, place, process.stopping)
+        return
+    opened = await asyncio.to_thread(open_backend, config, place)
+    backend = opened.backend
     lock = DeviceLock(config.cells_dir, cell, "trainer")
     with open_transfer(process.name, config.cells_dir, deployment.transfers[cell], deployment.transfer) as transfer:
         service = await open_ledger(process, config, lambda trace: shell.attend(trace))
         parts = (transfer, process.blobs, lock, process.clock)
-        coordinator = Coordinator(config, service, backend, backend.policy, *parts) if config.is_core else None
+        coordinator = Coordinator(config, service, backend, opened.policy, *parts) if config.is_core else None
         shell = coordinator or Satellite(config, service, backend, CoreClient(deployment.trainers[0].address), *parts)
         endpoint = TrainerService(StatusSource(process, service, lock, shell), coordinator)
         listen = deployment.trainers[cell].listen
@@ -50,6 +59,7 @@ async def worker(process: runtime.Process) -> None:
             await service.run()
         finally:
             await server.stop()
+            opened.close()
             lock.give_back()
 
 
@@ -63,7 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="gyre-trainer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     runtime.add_arguments(commands.add_parser("worker", help="one cell's trainer worker"), "cell")
-    runtime.run(worker, "trainer", "trainer", parser.parse_args())
+    runtime.add_arguments(commands.add_parser("rank", help="one more rank of a cell's worker"), "cell")
+    rank = os.environ.get("RANK", "0")
+    runtime.run(worker, "trainer", "trainer" if rank == "0" else f"trainer-rank-{rank}", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ class Group:
     executions: tuple[str, ...]
     micro_steps: tuple[MicroStepRef, ...]
 
+    @classmethod
+    def of(cls, fact: GroupCompleted, order: int) -> Group:
+        scored = tuple(o.execution for o in fact.outcomes if o.kind == "scored")
+        return cls(fact.group, fact.version, order, fact.num_scored, scored, fact.micro_steps)
+
 
 @dataclass(slots=True)
 class Plan:
@@ -87,10 +92,7 @@ class Membership:
         """A group is complete; returns False if it is known or not for training."""
         if fact.purpose != "train" or fact.group in self.known:
             return False
-        scored = tuple(o.execution for o in fact.outcomes if o.kind == "scored")
-        self.waiting.append(
-            Group(fact.group, fact.version, len(self.known), fact.num_scored, scored, fact.micro_steps)
-        )
+        self.waiting.append(Group.of(fact, len(self.known)))
         self.known.add(fact.group)
         return True
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 from gyre.contracts.microstep import MicroStep
-from gyre.policy.attention import Attention, CausalAttention
+from gyre.policy.attention import CausalAttention
 from gyre.policy.model import PolicyModel
 from gyre.trainer.depth_first import DepthFirst
 from gyre.trainer.loss import LossConfig, LossOutput, Targets, loss_gradient, policy_loss
@@ -69,22 +69,10 @@ class TreeTraining:
         """Give `add` the gradients in the order of the model's parameters, in one or more pieces; returns metric sums."""
         way = self.way(micro_step)
         if way == "depth_first":
-            output = self._depth_first(micro_step, add)
-        else:
-            output = self._single_pass(micro_step, add, layer_checkpoints=way == "checkpointed")
-        how = {} if way == "whole" else {way: 1.0}
-        return {**output.sums, **sampling_versions(micro_step.version), "num_tokens": float(micro_step.num_tokens), **how}
-
-    def _single_pass(self, micro_step: MicroStep, add: Sink, layer_checkpoints: bool) -> LossOutput:
-        parameters = list(self._model.parameters())
-        attention = choose_attention(micro_step, parameters[0].device)
-        scores = score_targets(
-            self._model, micro_step, attention, self._loss.temperature,
-            entropy_gradient=self._loss.entropy_coefficient != 0, layer_checkpoints=layer_checkpoints)
-        reference_K = self._reference_logprobs(micro_step, attention)
-        output = policy_loss(targets_of(micro_step, scores.logprob_K, scores.entropy_K, reference_K), self._loss)
-        add(torch.autograd.grad(output.loss, parameters, allow_unused=True))
-        return output
+            return _with_counts(micro_step, self._depth_first(micro_step, add)).sums | {way: 1.0}
+        output = tree_loss(self._model, micro_step, self._loss, self._reference, layer_checkpoints=way == "checkpointed")
+        add(torch.autograd.grad(output.loss, list(self._model.parameters()), allow_unused=True))
+        return output.sums | ({} if way == "whole" else {way: 1.0})
 
     def _depth_first(self, micro_step: MicroStep, add: Sink) -> LossOutput:
         block_tokens = self.held.block_tokens(self._budget)
@@ -98,12 +86,24 @@ class TreeTraining:
         engine.gradients(dlogprob_K, list(self._model.parameters()), add, dentropy_K)
         return output
 
-    @torch.no_grad()
-    def _reference_logprobs(self, micro_step: MicroStep, attention: Attention) -> torch.Tensor | None:
-        """Log-probs of the targets under the reference policy, on the same tree, where a KL is asked for."""
-        if self._reference is None:
-            return None
-        return score_targets(self._reference, micro_step, attention, self._loss.temperature).logprob_K
+
+def tree_loss(model: PolicyModel, micro_step: MicroStep, loss: LossConfig, reference: PolicyModel | None = None,
+              layer_checkpoints: bool = False) -> LossOutput:
+    """Forward over the packed trees in one pass, then the policy loss, with everything a micro-step adds to metrics."""
+    attention = choose_attention(micro_step, next(iter(model.parameters())).device)
+    scores = score_targets(model, micro_step, attention, loss.temperature, entropy_gradient=loss.entropy_coefficient != 0,
+                           layer_checkpoints=layer_checkpoints)
+    reference_K = None
+    if reference is not None:
+        with torch.no_grad():
+            reference_K = score_targets(reference, micro_step, attention, loss.temperature).logprob_K
+    targets = targets_of(micro_step, scores.logprob_K, scores.entropy_K, reference_K)
+    return _with_counts(micro_step, policy_loss(targets, loss))
+
+
+def _with_counts(micro_step: MicroStep, output: LossOutput) -> LossOutput:
+    counts = sampling_versions(micro_step.version) | {"num_tokens": float(micro_step.num_tokens)}
+    return LossOutput(output.loss, output.sums | counts)
 
 
 def _held_per_token(model: PolicyModel, layer_checkpoints: bool) -> float:

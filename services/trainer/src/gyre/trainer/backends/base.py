@@ -59,3 +59,12 @@ class Backend(Protocol):
         ...
 
     def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None: ...
+
+
+def check_tensors(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError naming the first parameter that is missing or has another shape."""
+    for name, shape in shapes.items():
+        if name not in state:
+            raise ValueError(f"weights: {name} is missing; it must be there with shape {list(shape)}")
+        if tuple(state[name].shape) != shape:
+            raise ValueError(f"weights: {name} has shape {list(state[name].shape)}, must be {list(shape)}")

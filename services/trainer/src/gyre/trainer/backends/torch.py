@@ -1,24 +1,21 @@
-"""One process, plain torch: a `gyre.policy` decoder, gradients summed apart, AdamW on master weights in the core."""
+"""One process, plain torch: a policy's whole weights, gradients summed apart, AdamW on master weights in the core."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
-from gyre.contracts.errors import ConfigError
 from gyre.contracts.microstep import MicroStep
-from gyre.policy.checkpoint import load_decoder
-from gyre.policy.config import PolicyConfig
-from gyre.policy.decoder import Decoder, check_state
+from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.base import check_tensors
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.tree_training import TreeTraining, sink_into
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TorchBackend:
@@ -28,8 +25,8 @@ class TorchBackend:
     """
 
     def __init__(
-        self, decoder: Decoder, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
-        reference: Decoder | None = None, memory_bytes: float = math.inf,
+        self, decoder: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
+        reference: PolicyModel | None = None, memory_bytes: float = math.inf,
     ) -> None:  # fmt: skip
         """`optimizer` is given to the core only; a satellite has none. `reference`: the policy that a KL is taken to;
         without one it is `decoder` as it is given here. `memory_bytes`: what one micro-step may hold for backward."""
@@ -40,32 +37,13 @@ class TorchBackend:
         dtype = next(iter(self._parameters.values())).dtype
         self._sum_dtype = torch.promote_types(dtype, torch.float32)
         self._sums = {n: torch.zeros_like(p, dtype=self._sum_dtype) for n, p in self._parameters.items()}
-        self._reference: Decoder | None = None
+        self._reference: PolicyModel | None = None
         if loss.has_reference_policy:
-            self._reference = (reference or copy.deepcopy(decoder)).requires_grad_(False)
+            self._reference = reference or copy.deepcopy(decoder)
+            for parameter in self._reference.parameters():
+                parameter.requires_grad_(False)
         self._training = TreeTraining(decoder, loss, memory_bytes, self._reference)
         self._optimizer = None if optimizer is None else self._make_optimizer(optimizer)
-
-    @classmethod
-    def load(
-        cls, policy: Path, dtype: torch.dtype, loss: LossConfig, optimizer: OptimizerConfig | None, device: str,
-        reference: Path | None = None, memory_bytes: float = math.inf,
-    ) -> TorchBackend:  # fmt: skip
-        """From Hugging Face directories. Raises ConfigError if the reference policy has another vocabulary."""
-        decoder = load_decoder(policy, dtype)
-        if reference is None or not loss.has_reference_policy:
-            return cls(decoder, loss, optimizer, device, memory_bytes=memory_bytes)
-        other = load_decoder(reference, dtype)
-        if other.config.vocab_size != decoder.config.vocab_size:
-            raise ConfigError(
-                f"loss.kl_reference = {str(reference)!r}: has {other.config.vocab_size} tokens in its vocabulary, the policy "
-                f"{decoder.config.vocab_size}"
-            )
-        return cls(decoder, loss, optimizer, device, other, memory_bytes)
-
-    @property
-    def policy(self) -> PolicyConfig:
-        return self.decoder.config
 
     def wake(self) -> None:
         self._move(self._device)
@@ -79,7 +57,7 @@ class TorchBackend:
         """In place, so that the optimizer and the masters go on naming the same tensors."""
         if next(iter(self._parameters.values())).device.type == device.type:
             return
-        moments = [] if self._optimizer is None else [s[k] for s in self._optimizer.state.values() for k in _MOMENTS[:2]]
+        moments = [] if self._optimizer is None else [s[k] for s in self._optimizer.state.values() for k in MOMENTS[:2]]
         masters = [] if self._optimizer is None else list(self._masters.values())
         beside = [] if self._reference is None else list(self._reference.parameters())
         moved = (*self._parameters.values(), *masters, *self._sums.values(), *moments, *beside)
@@ -92,6 +70,10 @@ class TorchBackend:
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
         return self._training.accumulate(micro_step, sink_into(self._sums))
+
+    def sums(self) -> list[torch.Tensor]:
+        """The gradient sums themselves, in the order of the parameters."""
+        return list(self._sums.values())
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         return {n: (tuple(t.shape), t[:0].cpu().numpy().dtype) for n, t in self._sums.items()}
@@ -127,7 +109,7 @@ class TorchBackend:
         return {n: p.detach().cpu() for n, p in self._parameters.items()}
 
     def load_weights(self, state: Mapping[str, torch.Tensor]) -> None:
-        check_state(self.decoder.config, state)
+        check_tensors(state, {n: tuple(p.shape) for n, p in self._parameters.items()})
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state[name])
@@ -138,7 +120,7 @@ class TorchBackend:
         assert self._optimizer is not None
         tensors = {f"master.{n}": m.detach().cpu().clone() for n, m in self._masters.items()}
         for name, master in self._masters.items():
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 value = self._optimizer.state[master].get(key)
                 if value is not None:
                     tensors[f"{key}.{name}"] = value.detach().cpu().clone()
@@ -149,7 +131,7 @@ class TorchBackend:
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state[f"master.{name}"])
-                moments = {k: state[f"{k}.{name}"].clone() for k in _MOMENTS if f"{k}.{name}" in state}
+                moments = {k: state[f"{k}.{name}"].clone() for k in MOMENTS if f"{k}.{name}" in state}
                 if moments:
                     self._optimizer.state[master] = {k: _beside(v, k, master) for k, v in moments.items()}
                 else:
@@ -161,13 +143,7 @@ class TorchBackend:
         self._masters = {
             n: p if p.dtype == self._sum_dtype else p.detach().to(self._sum_dtype) for n, p in self._parameters.items()
         }
-        matrices = [m for m in self._masters.values() if m.ndim >= 2]
-        vectors = [m for m in self._masters.values() if m.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-        )  # fmt: skip
+        return adamw(list(self._masters.values()), config)
 
     def _spread_masters(self) -> None:
         with torch.no_grad():
@@ -179,3 +155,14 @@ class TorchBackend:
 def _beside(moment: torch.Tensor, key: str, master: torch.Tensor) -> torch.Tensor:
     """AdamW counts steps on the host and keeps moments beside the weights."""
     return moment if key == "step" else moment.to(master.device)
+
+
+def adamw(masters: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW in which only matrices decay."""
+    groups = [
+        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon
+    )

@@ -1,0 +1,47 @@
+"""How a cell's trainer worker holds weights, gradients and optimizer state: the section `training` of run.toml."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gyre.contracts.errors import ConfigError
+
+# backend -> the ZeRO stages it has, the default first
+STAGES = {"torch": (0,), "fsdp": (3, 2), "deepspeed": (2, 1, 3)}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """One worker may be several processes (ranks) of its cell, one per accelerator."""
+
+    backend: Literal["torch", "fsdp", "deepspeed"] = "torch"  # torch: whole weights on every rank
+    ranks: int = 1
+    zero_stage: int = 0  # what is cut between ranks: deepspeed 1, 2, 3; fsdp 2, 3; 0: the backend's default
+    # Held for backward by one micro-step, backend torch: beyond it layers are made again, then whole paths; 0: no bound.
+    memory_gib: float = 2.0
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage with the default filled in."""
+        return self.zero_stage or STAGES[self.backend][0]
+
+
+def check_training(config: TrainingConfig, compute_dtype: str, has_reference: bool) -> None:
+    """Raises ConfigError naming the field, its value and what would be right."""
+    if config.memory_gib < 0:
+        raise ConfigError(f"training.memory_gib = {config.memory_gib}: must not be negative")
+    if has_reference and config.backend != "torch":
+        raise ConfigError(f"training.backend = {config.backend!r}: a KL to a reference policy is built for torch alone; set "
+                          "loss.kl_coefficient = 0")
+    if config.ranks < 1:
+        raise ConfigError(f"training.ranks = {config.ranks}: must be at least 1")
+    stages = STAGES[config.backend]
+    if config.zero_stage and config.zero_stage not in stages:
+        right = "leave it 0" if stages == (0,) else f"use {' or '.join(map(str, sorted(stages)))}"
+        raise ConfigError(f"training.zero_stage = {config.zero_stage}: the {config.backend} backend has no such stage; {right}")
+    if config.backend != "deepspeed":
+        return
+    if compute_dtype == "float64":
+        raise ConfigError("optimizer.compute_dtype = 'float64': the deepspeed backend takes float32 or bfloat16")
+    if compute_dtype == "bfloat16" and config.stage == 1:
+        # DeepSpeed then has another optimizer (BF16_Optimizer), whose gradients cannot be set from outside.
+        raise ConfigError("training.zero_stage = 1: with bfloat16 the deepspeed backend takes 2 or 3")

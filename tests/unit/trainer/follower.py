@@ -1,0 +1,58 @@
+"""The second rank of the tests of several ranks: makes the backend it is told to, follows, and waits for the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.ranks import GlooChannel, RankBackend, follow
+from gyre.trainer.loss import LossConfig
+from trees import tiny_decoder
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def make(kind: str, dtype: str, stage: int, tied: bool = True, core: bool = True, policy: str = "") -> RankBackend:
+    """One rank's backend over the tiny decoder, or over the model of transformers in the directory `policy`."""
+    decoder: Any = tiny_decoder(tied=tied).to(getattr(torch, dtype))
+    if policy:
+        from gyre.policy.hf import TransformersModel
+
+        decoder = TransformersModel.load(Path(policy), getattr(torch, dtype))
+    optimizer = OptimizerConfig(learning_rate=0.01, weight_decay=0.1) if core else None
+    if kind == "fsdp":
+        from gyre.trainer.backends.fsdp import FsdpBackend
+
+        return FsdpBackend(decoder, LossConfig(), optimizer, "cpu", stage)
+    if kind == "deepspeed":
+        from gyre.trainer.backends.deepspeed import DeepSpeedBackend
+
+        return DeepSpeedBackend(decoder, LossConfig(), optimizer, "cpu", stage)
+    from gyre.trainer.backends.replicas import ReplicatedBackend
+
+    return ReplicatedBackend(decoder, LossConfig(), optimizer, "cpu")
+
+
+def join(rank: int, num_ranks: int, store: Path) -> GlooChannel:
+    """Meet the other ranks of a test through a file."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    return GlooChannel()
+
+
+def main(rank: int, num_ranks: int, store: Path) -> None:
+    torch.set_num_threads(1)
+    channel = join(rank, num_ranks, store)
+    while told := json.loads(channel.receive(0)):
+        follow(make(**told), channel)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
