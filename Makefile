@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness test-deepspeed lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-harness test-trl test-nixl test-deepspeed lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -19,6 +19,16 @@ test: lint gen-check  ## Lint, check generated code, run every test that needs n
 test-harness: setup  ## Run the tests that drive a real third-party harness, installed apart in .venv-harness
 	@sh tools/setup_harness.sh
 	@GYRE_TEST_HARNESS_BIN='$(CURDIR)/.venv-harness/bin' $(BIN)/python -m pytest -m harness $(ARGS)
+
+test-trl: setup  ## Compare the losses with those of TRL, installed apart in .venv-trl
+	@sh tools/setup_trl.sh
+	@PYTHONPATH=libs/contracts/src:libs/runtime/src:services/trainer/src .venv-trl/bin/python -m pytest -s \
+		--override-ini=addopts= --import-mode=importlib --disable-warnings --confcutdir=tests/optional tests/optional/test_trl_losses.py $(ARGS)
+
+test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed apart in .venv-nixl (Linux)
+	@sh tools/setup_nixl.sh
+	@NIXL_LOG_LEVEL=WARN .venv-nixl/bin/python -m pytest -s tests/unit/transfer tests/integration/test_transfer_processes.py $(ARGS)
+	@.venv-nixl/bin/python -m pytest tests/integration/test_mid_step_join.py -k nixl $(ARGS)
 
 test-deepspeed: setup  ## Run the tests of the DeepSpeed backend, with DeepSpeed installed apart in .venv-deepspeed
 	@sh tools/setup_deepspeed.sh

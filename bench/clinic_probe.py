@@ -139,7 +139,7 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     policy = options.room / "policy"
-    warmstart.build(policy, warmstart.Settings(), log=True)
+    warmstart.build(policy, warmstart.clinic(), warmstart.Settings(), log=True)
     outcomes: list[Outcome] = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         plan = Plan(options.room, policy, seed, options.steps, options.eval_tasks, options.in_process,

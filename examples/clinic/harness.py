@@ -24,7 +24,7 @@ COMMAND_TOKENS = 4
 SUMMARY_TOKENS = 13
 RETRY_FOR_S = 120.0
 
-Message = dict[str, str]
+Message = dict[str, object]
 
 
 class Endpoint:
@@ -44,13 +44,17 @@ class Endpoint:
         self.received = b""
 
     def ask(self, messages: list[Message], max_tokens: int) -> str:
-        """The reply's text. Busy, failing and absent servers are asked again with the identical body."""
-        body = json.dumps({"model": self.model, "messages": messages, "max_tokens": max_tokens}).encode()
+        """The reply's text."""
+        return self.complete({"messages": messages, "max_tokens": max_tokens})["content"] or ""
+
+    def complete(self, request: dict[str, object]) -> dict[str, object]:
+        """The reply as a message. Busy, failing and absent servers are asked again with the identical body."""
+        body = json.dumps({"model": self.model, **request}).encode()
         deadline, pause = time.monotonic() + RETRY_FOR_S, 0.2
         while True:
             status, answer = self.post(body)
             if status == 200:
-                return json.loads(answer)["choices"][0]["message"]["content"] or ""
+                return json.loads(answer)["choices"][0]["message"]
             if not (status in (0, 408, 409, 429) or status >= 500) or time.monotonic() > deadline:
                 raise SystemExit(f"model request failed with status {status}: {answer[:500]!r}")
             time.sleep(pause)
@@ -130,10 +134,10 @@ def repair(text: str, kind: int) -> str:
     return re.sub(r"(\w+)\(([A-Z]+), (\w+)\)", r"\1(\3, \2)", text)
 
 
-def visible_tests() -> dict[str, object]:
-    """The workspace's test functions by name."""
+def visible_tests(directory: str = ".") -> dict[str, object]:
+    """The test functions of a directory of the workspace by name."""
     tests: dict[str, object] = {}
-    exec(compile(read("test_visible.py"), "test_visible.py", "exec"), tests)
+    exec(compile(read(f"{directory}/test_visible.py"), "test_visible.py", "exec"), tests)
     return tests
 
 
@@ -145,12 +149,12 @@ def run_test(name: str, kind: int, tests: dict[str, object]) -> bool:
     return True
 
 
-def state_of(name: str, tests: dict[str, object]) -> str:
+def state_of(name: str, tests: dict[str, object], directory: str = ".") -> str:
     """The number of the first visible test of a module that fails, or "." when all pass."""
     module = type(sys)(name)
     sys.modules[name] = module
     try:
-        exec(compile(read(f"{name}.py"), f"{name}.py", "exec"), module.__dict__)
+        exec(compile(read(f"{directory}/{name}.py"), f"{name}.py", "exec"), module.__dict__)
     except Exception:  # a module that does not even import fails every test
         module.__dict__.clear()
     return next((str(kind) for kind in range(1, 5) if not run_test(name, kind, tests)), ".")
@@ -163,23 +167,25 @@ def read(path: str) -> str:
 
 def next_failing(name: str, states: dict[str, str]) -> str:
     """The first failing module after this one, in a circle; "." when every module passes."""
-    place = NAMES.index(name) + 1
-    circle = NAMES[place:] + NAMES[:place]
+    names = list(states)
+    place = names.index(name) + 1
+    circle = names[place:] + names[:place]
     return next((other for other in circle if states[other] != "."), ".")
 
 
-def obey(command: str, tests: dict[str, object], states: dict[str, str]) -> str:
-    """Edits the workspace as the model's command says and tests it again; returns the observation."""
+def obey(command: str, tests: dict[str, object], states: dict[str, str], directory: str = ".") -> str:
+    """Edits a directory's modules as the model's command says and tests again; returns the observation."""
     words = command.split()
     if len(words) != 3 or words[0] != "F" or words[1] not in states or words[2] not in ("1", "2", "3", "4"):
-        return f"? ? {next_failing(NAMES[-1], states)}"
+        return f"? ? {next_failing(list(states)[-1], states)}"
     name = words[1]
-    before = read(f"{name}.py")
+    path = f"{directory}/{name}.py"
+    before = read(path)
     after = repair(before, int(words[2]))
     if after != before:
-        with open(f"{name}.py", "w", encoding="utf-8") as file:  # noqa: PTH123
+        with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
             file.write(after)
-        states[name] = state_of(name, tests)
+        states[name] = state_of(name, tests, directory)
     return f"{name} {states[name]} {next_failing(name, states)}"
 
 

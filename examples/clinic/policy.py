@@ -6,6 +6,8 @@ extension of its earlier rendering plus the tokens that were sampled, the stop t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gyre.policy.config import PolicyConfig
 from gyre.policy.tokenizer import ChatTokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -40,9 +42,13 @@ POLICY = PolicyConfig(
 )
 
 
-def build_tokenizer() -> ChatTokenizer:
-    """One id a word; words outside the vocabulary become `UNKNOWN`. Generation stops at `END`."""
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+def build_tokenizer(vocabulary: Sequence[str] = VOCABULARY, template: str = TEMPLATE) -> ChatTokenizer:
+    """One id a word; words outside the vocabulary become `UNKNOWN`. Generation stops at `END`.
+
+    A word of the vocabulary that holds spaces is found in a text before anything is split.
+    """
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
-    return ChatTokenizer(tokenizer, TEMPLATE, {"eos_token": END, "pad_token": "<|pad|>", "unk_token": UNKNOWN})
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in vocabulary if " " in word])
+    return ChatTokenizer(tokenizer, template, {"eos_token": END, "pad_token": "<|pad|>", "unk_token": UNKNOWN})

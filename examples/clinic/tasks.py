@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +114,10 @@ class Query:
         return [f"test_{name}_{part}" for name in names for part in ("parts", "whole")]
 
 
+Make = Callable[[int, str, int], Query]
+Put = Callable[[Query, Path, int], None]
+
+
 def split_of(pattern: tuple[int, ...]) -> str:
     """The split that owns a pattern: one in eight is held out."""
     return SPLITS[hashlib.sha256(bytes(pattern)).digest()[0] % 8 == 0]
@@ -133,11 +138,11 @@ def generate(seed: int, split: str, index: int) -> Query:
     while split_of(pattern) != split:
         pattern = random_pattern(rng)
     themes = rng.sample(range(len(THEMES)), len(NAMES))
-    modules = tuple(_module(rng, *each) for each in zip(NAMES, pattern, themes, strict=True))
+    modules = tuple(random_module(rng, *each) for each in zip(NAMES, pattern, themes, strict=True))
     return Query(split, index, modules)
 
 
-def _module(rng: random.Random, name: str, kind: int, theme: int) -> Module:
+def random_module(rng: random.Random, name: str, kind: int, theme: int) -> Module:
     constant = rng.randint(2, 9)
     wrong = rng.choice([value for value in range(2, 10) if value != constant])
     return Module(name, kind, theme, constant, wrong, rng.randint(0, 1))
@@ -150,21 +155,27 @@ def write(query: Query, directory: Path, seed: int = 0) -> None:
     hidden = "\n\n".join(module.hidden_tests(rng) for module in query.modules)
     files = {
         "instruction.md": INSTRUCTION + "\n",
-        "task.toml": _task_toml(query),
-        "workspace/test_visible.py": f'"""Test k of a module covers bug kind k: {KINDS}."""\n\n\n' + visible,
-        "tests/test_hidden.py": _HIDDEN_HEAD + hidden,
+        "task.toml": task_toml(query, "clinic"),
+        "workspace/test_visible.py": VISIBLE_HEAD + visible,
+        "tests/test_hidden.py": HIDDEN_HEAD + hidden,
     }
     for module in query.modules:
         files[f"workspace/{module.name}.py"] = module.source()
         if module.kind:
             files[f"solution/{module.name}.py"] = module.source(kind=0)
+    write_files(directory, files)
+
+
+def write_files(directory: Path, files: Mapping[str, str]) -> None:
+    """Texts by their path below the directory."""
     for name, text in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
-_HIDDEN_HEAD = '''"""Hidden tests: they are outside the workspace, on inputs that the visible tests do not use."""
+VISIBLE_HEAD = f'"""Test k of a module covers bug kind k: {KINDS}."""\n\n\n'
+HIDDEN_HEAD = '''"""Hidden tests: they are outside the workspace, on inputs that the visible tests do not use."""
 
 
 def same(got, want):
@@ -177,10 +188,11 @@ def same(got, want):
 '''
 
 
-def _task_toml(query: Query) -> str:
+def task_toml(query: Query, family: str) -> str:
+    """The task's description; the grader reads its lists of tests."""
     return (
         'schema_version = "1.3"\n\n'
-        f'[task]\nname = "clinic/{query.task}"\ndescription = "Repair six tiny modules"\n\n'
+        f'[task]\nname = "{family}/{query.task}"\ndescription = "Repair {len(query.modules)} tiny modules"\n\n'
         f"[metadata]\npattern = {list(query.pattern)}\n\n"
         "[grader]  # reward = share of fail_to_pass that passes, times share of pass_to_pass that still passes\n"
         f"fail_to_pass = {json.dumps(query.tests_of(broken=True))}\n"
@@ -188,24 +200,29 @@ def _task_toml(query: Query) -> str:
     )
 
 
-def write_all(root: Path, seed: int, sizes: dict[str, int]) -> None:
+def write_all(root: Path, seed: int, sizes: dict[str, int], make: Make = generate, put: Put = write) -> None:
     """Writes every split under ``root``; what is already there is left alone."""
     for split, size in sizes.items():
         for index in range(size):
-            query = generate(seed, split, index)
+            query = make(seed, split, index)
             directory = root / split / query.task
             if not (directory / "task.toml").exists():
-                write(query, directory, seed)
+                put(query, directory, seed)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(what: str, make: Make, put: Put) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=480)
     parser.add_argument("--held-out", type=int, default=64)
     options = parser.parse_args()
-    write_all(options.root, options.seed, {"train": options.train, "held-out": options.held_out})
+    write_all(options.root, options.seed, {"train": options.train, "held-out": options.held_out}, make, put)
+
+
+def main() -> None:
+    run(__doc__.splitlines()[0], generate, write)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,9 +29,11 @@ import numpy as np
 import torch
 from gyre.policy.attention import CausalAttention
 from gyre.policy.checkpoint import save_checkpoint
+from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder
+from gyre.policy.tokenizer import ChatTokenizer
 from policy import POLICY, build_tokenizer
-from sessions import KIND, MODULE, MODULE_IDS, OBSERVED, REPORT, STATE_IDS, draw, training_patterns
+from sessions import KIND, MODULE, MODULE_IDS, OBSERVED, REPORT, STATE_IDS, Sessions, draw, training_patterns
 
 RECORD_FILE = "warmstart.json"
 INPUTS = ("policy.py", "sessions.py", "tasks.py", "warmstart.py")
@@ -50,24 +53,52 @@ class Settings:
     seed: int = 0
 
 
-def train(settings: Settings, log: bool = False) -> Decoder:
+@dataclass(frozen=True)
+class Course:
+    """What a policy learns before it is trained: its shape and words, and `draw(rng, num)`, blocks of sessions.
+
+    All sessions of a block have the same width. `choices` names the ids that belong in each argument's place; the
+    checkpoint is made from `sources`.
+    """
+
+    policy: PolicyConfig
+    tokenizer: Callable[[], ChatTokenizer]
+    draw: Callable[[np.random.Generator, int], Sequence[Sessions]]
+    choices: Mapping[int, np.ndarray]
+    sources: Sequence[Path]
+
+
+def clinic() -> Course:
+    """The clinic's own course."""
+    patterns = training_patterns()
+    return Course(
+        POLICY,
+        build_tokenizer,
+        lambda rng, num: [draw(rng, patterns, num)],
+        {MODULE: MODULE_IDS, KIND: STATE_IDS[1:]},
+        [Path(__file__).with_name(name) for name in INPUTS],
+    )
+
+
+def train(course: Course, settings: Settings, log: bool = False) -> Decoder:
     """The warm-started decoder. One thread; the same settings give the same weights on the same machine."""
-    decoder = Decoder.create(POLICY, settings.seed)
+    decoder = Decoder.create(course.policy, settings.seed)
     _soften(decoder)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    rng, patterns = np.random.default_rng(settings.seed), training_patterns()
+    rng = np.random.default_rng(settings.seed)
     for update in range(settings.num_updates):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * _schedule(update, settings.num_updates)
-        sessions = draw(rng, patterns, settings.sessions_per_update)
-        loss_SW = next_token_loss(decoder, torch.from_numpy(sessions.ids_SW), sessions.places_W, settings)
+        blocks = course.draw(rng, settings.sessions_per_update)
+        losses = [next_token_loss(decoder, block, course.choices, settings) for block in blocks]
+        loss = torch.cat([loss_SW.flatten() for loss_SW in losses]).mean()
         optimizer.zero_grad()
-        loss_SW.mean().backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         optimizer.step()
         if log and (update + 1) % 50 == 0:
-            summary = loss_SW[:, -13:].mean().item()
-            print(f"update {update + 1} loss {loss_SW.mean().item():.3f} summary {summary:.4f}", flush=True)
+            lasts = " ".join(f"{loss_SW[:, -3:-1].mean().item():.4f}" for loss_SW in losses)
+            print(f"update {update + 1} loss {loss.item():.3f} last words {lasts}", flush=True)
     return decoder
 
 
@@ -84,9 +115,10 @@ def _soften(decoder: Decoder) -> None:
 
 
 def next_token_loss(
-    decoder: Decoder, ids_SW: torch.Tensor, places_W: np.ndarray, settings: Settings
+    decoder: Decoder, sessions: Sessions, choices: Mapping[int, np.ndarray], settings: Settings
 ) -> torch.Tensor:
     """Weighted loss of each token but the first, [S, W - 1]."""
+    ids_SW, places_W = torch.from_numpy(sessions.ids_SW), sessions.places_W
     num, width = ids_SW.shape[0], ids_SW.shape[1] - 1
     positions_T = torch.arange(width).repeat(num)
     hidden_TE = decoder(ids_SW[:, :-1].reshape(-1), positions_T, CausalAttention([width] * num))
@@ -95,14 +127,13 @@ def next_token_loss(
     by_place = {REPORT: 0.0, OBSERVED: settings.observed_weight}
     weight_W = torch.tensor([by_place.get(int(place), 1.0) for place in places_W[1:]])
     loss_SW = -logprobs_SWV.gather(-1, wanted_SW[..., None])[..., 0] * weight_W
-    for place, choices, weight in (
-        (MODULE, MODULE_IDS, settings.module_weight),
-        (KIND, STATE_IDS[1:], settings.kind_weight),
-    ):
+    weights = {MODULE: settings.module_weight, KIND: settings.kind_weight}
+    for place, choices_C in choices.items():
         at = torch.from_numpy(np.flatnonzero(places_W[1:] == place))
-        loss_SW = loss_SW.index_copy(
-            1, at, _argument_loss(logprobs_SWV[:, at], wanted_SW[:, at], torch.from_numpy(choices), weight)
+        loss_SA = _argument_loss(
+            logprobs_SWV[:, at], wanted_SW[:, at], torch.from_numpy(choices_C), weights.get(place, settings.kind_weight)
         )
+        loss_SW = loss_SW.index_copy(1, at, loss_SA)
     return loss_SW
 
 
@@ -120,24 +151,24 @@ def _schedule(update: int, num_updates: int) -> float:
     return min(1.0, (update + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * update / num_updates)))
 
 
-def digest_of(settings: Settings) -> str:
+def digest_of(course: Course, settings: Settings) -> str:
     """Identifies what the checkpoint is made from: settings, sources, and the torch that computes."""
     digest = hashlib.sha256(json.dumps([asdict(settings), torch.__version__]).encode())
-    for name in INPUTS:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for source in course.sources:
+        digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
-def build(directory: Path, settings: Settings, log: bool = False) -> bool:
+def build(directory: Path, course: Course, settings: Settings, log: bool = False) -> bool:
     """Writes the checkpoint unless it is there already; whether it had to be built."""
     record = directory / RECORD_FILE
-    digest = digest_of(settings)
+    digest = digest_of(course, settings)
     if record.exists() and json.loads(record.read_text(encoding="utf-8")).get("digest") == digest:
         return False
     started = time.perf_counter()
-    decoder = train(settings, log)
-    save_checkpoint(directory, POLICY, decoder.state_dict())
-    build_tokenizer().save(directory)
+    decoder = train(course, settings, log)
+    save_checkpoint(directory, course.policy, decoder.state_dict())
+    course.tokenizer().save(directory)
     facts = {"digest": digest, "settings": asdict(settings), "seconds": round(time.perf_counter() - started, 1)}
     record.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return True
@@ -148,7 +179,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    built = build(options.out, Settings(), log=True)
+    built = build(options.out, clinic(), Settings(), log=True)
     print(f"warm start {'built' if built else 'kept'} at {options.out}")
 
 

@@ -101,6 +101,12 @@ def test_a_call_record_of_other_arrays_cannot_be_made(change, says):
     ({"spans": (e.VersionSpan(0, 1, 3),)}, "do not cover 2 output tokens"),
     ({"spans": (e.VersionSpan(0, 2, 3), e.VersionSpan(1, 2, 3))}, "do not cover"),
     ({"spans": ()}, "do not cover"),
+    ({"spans": (e.VersionSpan(0, 2, 3), e.VersionSpan(2, 1, 3), e.VersionSpan(1, 2, 3))}, "ends before it begins"),
+    ({"spans": (e.VersionSpan(0, -5, 3), e.VersionSpan(-5, 2, 3))}, "ends before it begins"),
+    ({"spans": (e.VersionSpan(0, 2, 2**31),)}, r"version is not in [0, 2^31)"),
+    ({"spans": (e.VersionSpan(0, 2, -1),)}, "version is not in"),
+    ({"output_ids": np.array([4, -2], np.int32)}, "token id -2 is negative"),
+    ({"prompt_delta": -samples.CALL.prompt_delta - 1}, "is negative"),
 ])
 def test_the_fault_of_a_call_record_that_contradicts_itself_is_named(change, says):
     """It can still be read: whoever refuses it has to know whose execution it spoils."""
@@ -108,6 +114,20 @@ def test_the_fault_of_a_call_record_that_contradicts_itself_is_named(change, say
     assert record.execution == samples.CALL.execution
     assert says in e.call_fault(record)
     assert e.call_fault(samples.CALL) == ""
+
+
+@pytest.mark.parametrize("fact, says", [
+    (replace(samples.CALL, group="g/1"), "CallRecorded.group: 'g/1' is not an id"),
+    (replace(samples.CALL, execution="../x"), "CallRecorded.execution: '../x' is not an id"),
+    (e.GroupDispatched("g1", 0, "q", "t", "train", 0, (e.ExecutionSpec("x/1", 0, 1.0, 1.0),)),
+     "GroupDispatched.executions: 'x/1' is not an id"),
+])
+def test_a_fact_of_a_group_or_execution_that_is_no_name_is_not_read(fact, says):
+    """It would become a path outside its folder, or a subject of another shape."""
+    envelope = {"v": 1, "type": row_of(fact).type, "id": "i", "run": "r", "source": "s", "time": 1, "key": "k",
+                "data": codec.to_plain(fact)}
+    with pytest.raises(BrokenBody, match=says):
+        codec.decode(msgpack.packb(envelope))
 
 
 def test_an_empty_output_needs_no_spans():
@@ -159,6 +179,12 @@ def test_message_ids_are_the_same_for_the_same_fact_and_differ_between_facts_and
 
 def test_streams_have_one_owner_and_do_not_overlap():
     assert len({s.name for s in STREAMS}) == len({s.domain for s in STREAMS}) == len(STREAMS)
+
+
+def test_the_error_of_a_wrong_name_is_short():
+    with pytest.raises(InvalidId) as raised:
+        check_id("g" * 600_000, "group")
+    assert str(raised.value) == f"group: {'g' * 80!r} is not an id; use 1 to 64 of A-Z a-z 0-9 _ -"
 
 
 @pytest.mark.parametrize("bad", ["", "a.b", "a b", "x" * 65, "a*", "a>", "ä", None])

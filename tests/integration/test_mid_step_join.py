@@ -39,6 +39,7 @@ from gyre.runtime.bus import Bus  # noqa: E402
 from gyre.runtime.clock import SystemClock  # noqa: E402
 from gyre.runtime.rpc import channel  # noqa: E402
 from gyre.runtime.service import encode_fact  # noqa: E402
+from gyre.transfer.nixl_agent import installed  # noqa: E402
 from trees import random_micro_step, tiny_decoder  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -66,7 +67,7 @@ steps_per_burst = 2
 groups_per_step = 2
 executions_per_group = 4
 [loss]
-kind = "token_clip"
+kind = "grpo"
 [optimizer]
 learning_rate = 0.01
 compute_dtype = "float64"
@@ -84,7 +85,7 @@ class Cluster:
     bus: Bus | None = None
     processes: dict[int, subprocess.Popen] = field(default_factory=dict)
 
-    def write(self, tree_tokens: int) -> None:
+    def write(self, tree_tokens: int, transfer: str = "auto") -> None:
         decoder = tiny_decoder()
         save_checkpoint(self.home / "policy", decoder.config, decoder.state_dict())
         (self.home / "run.toml").write_text(RUN_TOML, encoding="utf-8")
@@ -94,7 +95,7 @@ class Cluster:
         lines += [f'{key} = "{key}"' for key in ("state_dir", "cells_dir", "blobs", "log_dir", "checkpoint_dir")]
         lines += [f"{key} = {nobody}" for key in ("gateway", "scheduler", "rollout", "trajectory")]
         lines += ["engines = []", "evaluators = []", f"trainers = [{ends[0]}, {ends[1]}]"]
-        lines += [f"transfers = [{ends[2]}, {ends[3]}]", 'durability = "process"']
+        lines += [f"transfers = [{ends[2]}, {ends[3]}]", 'durability = "process"', f'transfer = "{transfer}"']
         (self.home / "deployment.toml").write_text("\n".join(lines), encoding="utf-8")
         self.tree_tokens = tree_tokens
 
@@ -178,7 +179,7 @@ def reference() -> dict[str, torch.Tensor]:
     from gyre.trainer.backends.torch import TorchBackend
     from gyre.trainer.loss import LossConfig
 
-    backend = TorchBackend(tiny_decoder(), LossConfig(), OptimizerConfig(learning_rate=0.01))
+    backend = TorchBackend(tiny_decoder(), LossConfig(kind="grpo"), OptimizerConfig(learning_rate=0.01))
     for step in range(STEPS):
         for index in range(GROUPS_PER_STEP):
             for m in range(MICRO_STEPS_PER_GROUP):
@@ -224,8 +225,12 @@ async def both_join(cluster: Cluster) -> None:
     assert {(f.cell, f.step, f.version) for f in joined} == {(0, 0, 0), (1, 0, 0)}
 
 
-async def test_two_workers_train_the_reference(cluster: Cluster) -> None:
-    cluster.write(40)
+@pytest.mark.parametrize("transfer", [
+    "auto", "tcp",
+    pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="nixl-cu12 is not installed here")),
+])  # fmt: skip
+async def test_two_workers_train_the_reference(cluster: Cluster, transfer: str) -> None:
+    cluster.write(40, transfer)
     await both_join(cluster)
     for step in range(STEPS):
         for index in range(GROUPS_PER_STEP):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from gyre.contracts import codec
-from gyre.contracts.events import BacklogReported, ExecutionStarted, StepSealed
+from gyre.contracts.events import BacklogReported, ExecutionStarted, ExecutionTerminated, StepSealed
 from gyre.contracts.subjects import DLQ, EXEC, TRAIN, filter_of, subject_of
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
@@ -46,6 +46,8 @@ class LoggingCore:
             if event.group == "poison":
                 raise RuntimeError("this fact kills its consumer")
             state.seen.append(event.execution)
+        if isinstance(event, ExecutionTerminated):
+            state.seen.append(f"{event.execution}: {len(event.reason)}")
         if isinstance(event, Noted):
             return state, [Publish(BacklogReported(event.serial, 0, 0, 0.0)), Publish(StepSealed(event.serial, (), (), 0))]
         return state, []
@@ -101,7 +103,7 @@ async def start(nats_server, tmp_path: Path) -> AsyncIterator:
         bus = await start_one.bus_class.connect(nats_server.url, "test")
         service = Service(name="tester", run=RUN, core=LoggingCore(), store=Store(tmp_path / "state.sqlite", "process"),
                           bus=bus, blobs=DirectoryBlobs(tmp_path / "blobs"), clock=SystemClock(),
-                          subscriptions=[Subscription(EXEC, (ExecutionStarted,))], perform=perform,
+                          subscriptions=[Subscription(EXEC, (ExecutionStarted, ExecutionTerminated))], perform=perform,
                           single_writer_subjects=(StepSealed,))
         return Running(service, bus, asyncio.create_task(service.run()))
 
@@ -241,12 +243,12 @@ async def test_a_fact_that_kills_its_consumer_is_dead_lettered_after_three_tries
 
 
 async def test_a_large_fact_travels_by_reference(start):
-    fact = ExecutionStarted("x0001", "g" * 600_000, "train", 0)
+    fact = ExecutionTerminated("x0001", "g1", "q", "train", "failed", 0, 1.0, reason="r" * 600_000)
     body = encode_fact(fact, run=RUN, source="test", blobs=start.blobs)
     assert len(body) < 2000
     await start.admin.publish(subject_of(fact, RUN), body, "large")
     running = await start()
-    await running.until(lambda: running.service.state.seen == ["x0001"])
+    await running.until(lambda: running.service.state.seen == ["x0001: 600000"])
     await running.stop()
 
 

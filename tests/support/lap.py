@@ -1,4 +1,4 @@
-"""The whole system on this machine for a test: real NATS, every process, the clinic's tasks, an untrained policy."""
+"""The whole system on this machine for a test: real NATS, every process, an example's tasks, an untrained policy."""
 
 import asyncio
 import contextlib
@@ -17,6 +17,7 @@ from gyre.policy.decoder import Decoder
 from gyre.runtime.config import RunConfig, config_digest, load_deployment, load_run
 
 CLINIC = Path(__file__).resolve().parents[2] / "examples" / "clinic"
+AGENTS = CLINIC.with_name("clinic-agents")
 SMALL = ["steps=2", "burst.groups_per_step=2", "burst.executions_per_group=4", "evaluation.num_tasks=2", "reward.evaluators=2"]
 
 
@@ -37,6 +38,22 @@ def clinic_config(tmp_path: Path, *overrides: str) -> RunConfig:
     checkpoint = untrained_checkpoint(tmp_path / "policy")
     places = [f"policy.checkpoint={checkpoint}", f"tasks.root={tmp_path / 'tasks'}"]
     return resolve_paths(load_run(CLINIC / "clinic.toml", [*SMALL, *places, *overrides]), CLINIC)
+
+
+def agents_config(tmp_path: Path, *overrides: str) -> RunConfig:
+    """The configuration of the clinic with sub-agents, on a policy that has just learned what a tool call looks like."""
+    checkpoint = tmp_path / "policy"
+    sys.path.insert(0, str(AGENTS))
+    try:
+        import agents_warmstart
+        import warmstart
+    finally:
+        sys.path.remove(str(AGENTS))
+    # Which word a random turn holds counts in full here: that is noise, but how a tool call looks is learned in seconds.
+    settings = warmstart.Settings(num_updates=100, sessions_per_update=16, kind_weight=1.0, module_weight=1.0)
+    warmstart.build(checkpoint, agents_warmstart.course(), settings)
+    places = [f"policy.checkpoint={checkpoint}", f"tasks.root={tmp_path / 'tasks'}"]
+    return resolve_paths(load_run(AGENTS / "clinic-agents.toml", [*SMALL, *places, *overrides]), AGENTS)
 
 
 class Lap:

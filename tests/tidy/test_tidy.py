@@ -40,7 +40,7 @@ PURE: dict[str, tuple[str, ...]] = {
     "services/scheduler": tuple(
         f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
     ),
-    "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "step")),
+    "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "metrics", "speeds", "step")),
     "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
         "admission", "completion", "config", "group", "inspection", "packing", "reading", "record", "roles", "said",
         "state", "targets", "tree", "workload", *(f"portable/{part}" for part in (

@@ -162,7 +162,8 @@ class SyntheticRun:
         scored = tuple(o.execution for g in completed for o in g.outcomes if o.kind == "scored")
         say(e.StepSealed(step, members, tuple(r.micro_step for r in refs), len(scored)))
         metrics = {"ratio": 1.0, "clipped": 0.02 + 0.01 * math.sin(step), "abs_dlogp": 2e-6 * (1 + step % 3),
-                   "kl_k3": 1e-9, "entropy": 1.1 - 0.01 * step}
+                   "kl_k3": 1e-9, "entropy": 1.1 - 0.01 * step, "ess": 0.97, "staleness": 0.25, "staleness_0": 0.75,
+                   "staleness_1": 0.25}
         say(e.StepFinished(step, step + 1, 0, True, len(scored), sum(r.num_targets for r in refs), 400,
                            -0.01 * math.cos(step), 0.5 + 0.3 * math.sin(step), 3e-4, metrics,
                            {"0": len(refs) - 1, "1": 1}, scored), 1.2)

@@ -41,7 +41,8 @@ def test_a_report_is_well_formed_and_says_everything(written, context):
                      "One held-out task, before and after", "F a 3 <|end|>", "calls: killed while it waited for call 4",
                      "- return total - amount # <i>", "8 of 15 trained, 7 not (max_paths)", "main-summary",
                      "Do the books balance?", "10 of 10", "Two bursts from its middle", "trained 288 (53.3 %)", "Clip share",
-                     "Gradient norm", "gyre train examples/clinic/clinic.toml --set 'name=<b>odd</b>'",
+                     "Effective sample size", "Staleness", "versions from sampling to training", "Gradient norm",
+                     "gyre train examples/clinic/clinic.toml --set 'name=<b>odd</b>'",
                      "proves nothing about"):
         assert expected in text, expected
     assert not list(written.path.glob(".report*"))

@@ -130,6 +130,20 @@ def test_positions_that_are_no_targets_do_not_count_as_dropped(facts):
     assert failed(ledger_of(changed(facts, e.GroupCompleted, place, outcomes=outcomes))) == []
 
 
+def test_a_dropped_execution_may_be_accounted_for_before_its_records_are_read(facts):
+    """Its group does not wait for them: they lie in another stream than its end, and train nothing."""
+    found = [(place, group, outcome) for place, group in enumerate(f for f, _ in facts if isinstance(f, e.GroupCompleted))
+             for outcome in group.outcomes if group.purpose == "eval"]
+    place, group, outcome = found[0]
+    num = sum(len(f.output_ids) for f, _ in facts if isinstance(f, e.CallRecorded) and f.execution == outcome.execution)
+    early = replace(outcome, kind="dropped", drops={}, num_targets=0, num_sampled_tokens=0)
+    outcomes = tuple(early if o is outcome else o for o in group.outcomes)
+    ledger = ledger_of(changed(facts, e.GroupCompleted, place, outcomes=outcomes))
+    assert failed(ledger) == []
+    check = next(c for c in ledger.checks() if c.name == "tokens sampled")
+    assert (num > 0, check.parts["of dropped executions"]) == (True, num)
+
+
 def test_a_micro_step_that_the_trainer_left_out_is_found(facts):
     ledger = ledger_of(changed(facts, e.StepFinished, 2, num_targets=40))
     assert failed(ledger) == ["targets trained, by the trainer"]

@@ -99,6 +99,7 @@ def test_a_step_has_one_line_and_one_row(facts):
     assert line.moving_reward == pytest.approx((lines[0].reward + lines[1].reward) / 2)
     assert "step 2/6  reward" in line.text(6)
     assert "nothing 0.000 oracle 1.000" in line.text(6)
+    assert "  errors 2  clip 3 %  " in line.text(6)
     row = json.loads(json.dumps(line.row(), allow_nan=False))
     assert row["micro_steps_by_cell"] == {"0": 5, "1": 1}
 

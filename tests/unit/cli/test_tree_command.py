@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import grpc.aio
 import pytest
 from gyre.cli.main import app
 from gyre.cli.run_dir import RunDir, write_pids
+from gyre.cli.terminal import harmless
 from gyre.cli.tree_view.source import Place, ask, decoder, find_place, open_tree
 from gyre.contracts.errors import ConfigError
 from gyre.proto.trajectory.v1 import service_pb2, service_pb2_grpc
@@ -51,6 +53,20 @@ def test_texts_are_spelled_by_the_policys_tokenizer(run):
     assert code == 0
     assert "F a 3 <|end|>" in text
     assert "repair the modules" in gyre(KNOWN, "--run", run, "--path", "0")[1]
+
+
+def test_what_others_wrote_cannot_steer_the_terminal(tmp_path):
+    """A title, a colour, a deletion of the screen, a line that is turned around."""
+    said, file = "\x1b]0;title\x07\x1b[31mred\x9b2J\x7f\u202eback", tmp_path / "one.msgpack"
+    tree = file_of(small_records())
+    file.write_bytes(replace(tree, calls=tuple(replace(call, agent=said) for call in tree.calls)).to_bytes())
+    for words in (("--calls", "--width", 300), ("--path", "call:0")):
+        code, text = gyre("show", file, *words)
+        assert code == 0, text
+        assert "red\ufffd2J␡\ufffdback" in text
+        assert not [c for c in text if ord(c) < 32 or 127 <= ord(c) < 160 or c == "\u202e"]
+    assert harmless(said) == "␛]0;title␇␛[31mred\ufffd2J␡\ufffdback"
+    assert harmless("a\ttab, é, 漢\n") == "a\ttab, é, 漢\n"
 
 
 def test_without_a_tokenizer_ids_are_shown(run):

@@ -1,7 +1,7 @@
-"""The clinic's files are scripts beside each other, so their directory goes on the path."""
+"""The examples' files are scripts beside each other, so their directories go on the path."""
 
 import sys
 from pathlib import Path
 
-CLINIC = Path(__file__).resolve().parents[3] / "examples" / "clinic"
-sys.path.insert(0, str(CLINIC))
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+sys.path[:0] = [str(EXAMPLES / "clinic"), str(EXAMPLES / "clinic-agents")]

@@ -97,7 +97,7 @@ def test_the_warm_start_follows_the_environment_as_real_files_do(
             place, kind = rng.randrange(6), rng.randint(1, 4)
             pattern[place] *= pattern[place] != kind
             state_SM, module_S = sessions.np.array([pattern]), sessions.np.array([place])
-            following = words[sessions._next_failing(state_SM, module_S)[0]]
+            following = words[sessions.next_failing(state_SM, module_S, sessions.MODULE_IDS[None])[0]]
             told = f"{harness.NAMES[place]} {pattern[place] or '.'} {following}"
             assert harness.obey(f"F {harness.NAMES[place]} {kind}", tests, states) == told
 

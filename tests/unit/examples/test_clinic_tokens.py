@@ -106,11 +106,11 @@ def test_random_commands_do_not_depend_on_the_report() -> None:
 def test_a_warm_start_is_built_once_for_the_same_inputs(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     settings = warmstart.Settings(num_updates=2, sessions_per_update=4)
-    assert warmstart.build(tmp_path, settings)
-    assert not warmstart.build(tmp_path, settings)
+    assert warmstart.build(tmp_path, warmstart.clinic(), settings)
+    assert not warmstart.build(tmp_path, warmstart.clinic(), settings)
     first = load_checkpoint(tmp_path)[1]
-    assert warmstart.build(tmp_path, warmstart.Settings(num_updates=3, sessions_per_update=4))
-    assert warmstart.build(tmp_path, settings)
+    assert warmstart.build(tmp_path, warmstart.clinic(), warmstart.Settings(num_updates=3, sessions_per_update=4))
+    assert warmstart.build(tmp_path, warmstart.clinic(), settings)
     again = load_checkpoint(tmp_path)[1]
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert ChatTokenizer.load(tmp_path).vocab_size == POLICY.vocab_size

@@ -60,6 +60,18 @@ async def test_a_harness_that_takes_old_observations_out_stays_in_its_context(tm
     assert evidence(bench) == [NOTHING, GOES_ON, GOES_ON, GOES_ON]
 
 
+async def test_an_opening_seen_before_is_looked_at_again(tmp_path: Path) -> None:
+    """A compaction when nothing has changed: the summary says what the task said, so the next prompt is the first one."""
+    words = "a 3 b . c 1 d 2"
+    bench = make_bench(tmp_path, "first", words, "second")
+    opening = [SYSTEM, user(f"repair\n{words}")]
+    history = list(opening)
+    await talk(bench, history, user("compact"))
+    await talk(bench, history)
+    await ask(bench, opening)
+    assert evidence(bench) == [NOTHING, GOES_ON, CallEvidence({}, None, (name(1),), None, continues=True)]
+
+
 async def test_asking_once_more_and_dropping_thoughts_begin_no_context(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, f"<think>hm</think>{SUMMARY}", "other", "done")
     await ask(bench, [SYSTEM, TASK])

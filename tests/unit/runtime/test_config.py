@@ -35,9 +35,9 @@ def test_defaults_follow_from_the_minimum(path):
 
 
 def test_overrides_are_toml_and_bare_words_are_strings(path):
-    config = load_run(path, ["burst.steps_per_burst=2", "loss.kind=token_clip", "optimizer.learning_rate = 1e-3",
+    config = load_run(path, ["burst.steps_per_burst=2", "loss.kind=dapo", "optimizer.learning_rate = 1e-3",
                              "policy.build=['a', 'b']", "seed=7"])
-    assert (config.burst.steps_per_burst, config.loss.kind, config.seed) == (2, "token_clip", 7)
+    assert (config.burst.steps_per_burst, config.loss.kind, config.seed) == (2, "dapo", 7)
     assert (config.optimizer.learning_rate, config.policy.build) == (1e-3, ("a", "b"))
 
 

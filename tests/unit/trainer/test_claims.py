@@ -164,6 +164,19 @@ class AnyOrder(RuleBasedStateMachine):
     def claim_and_keep(self, index: int) -> None:
         self.claims.claim(self.workers[index % len(self.workers)], self.now)
 
+    @rule(index=st.integers(0, 9), most=st.integers(1, 5), seconds=st.floats(0.0, 3.0))
+    def work_on_a_chunk(self, index: int, most: int, seconds: float) -> None:
+        """Speeds are measured here, so guards and chunk sizes are those of a real step; the last one may be late."""
+        worker = self.workers[index % len(self.workers)]
+        for got in self.claims.claim_chunk(worker, self.now, most)[1]:
+            self.now += seconds
+            if self.claims.complete(worker, got.micro_step, {"n": 1.0}, self.now):
+                self.holding[worker].add(got.micro_step)
+
+    @rule(index=st.integers(0, 9))
+    def beat(self, index: int) -> None:
+        self.claims.heartbeat(self.workers[index % len(self.workers)], self.now)
+
     @rule(index=st.integers(0, 9))
     def lose(self, index: int) -> None:
         worker = self.workers[index % len(self.workers)]
@@ -193,6 +206,20 @@ class AnyOrder(RuleBasedStateMachine):
                 everything = sorted([*self.summed, *self.holding["core"]])
                 assert everything == sorted(self.claims.places())
                 assert self.claims.totals().get("n", 0.0) == self.claims.num_micro_steps
+
+    def teardown(self) -> None:
+        """Whoever is lost, the core alone can end the step from anywhere: nothing starves, nothing is forgotten."""
+        self.claims.seal()
+        for worker in self.workers[1:]:
+            self.claims.revoke(worker)
+        for name in [m for m, where in self.claims.places().items() if where == ["leased:core"]]:
+            assert self.claims.complete("core", name, {"n": 1.0}, self.now)
+            self.holding["core"].add(name)
+        while (claimed := self.claims.claim("core", self.now)[1]) is not None:
+            assert self.claims.complete("core", claimed.micro_step, {"n": 1.0}, self.now)
+            self.holding["core"].add(claimed.micro_step)
+        assert self.claims.complete_sum
+        assert sorted([*self.summed, *self.holding["core"]]) == sorted(self.claims.places())
 
     @invariant()
     def each_micro_step_is_in_one_place(self) -> None:

@@ -34,6 +34,7 @@ PER_GROUP = 3
 RULES = MembershipRules(GROUPS_PER_STEP, 100)
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, claim_lease_s=0.5)
 DEADLINE_S = 60.0
+PAPER = LossConfig()
 
 
 class DirectCore:
@@ -53,8 +54,13 @@ class DirectCore:
     async def leave(self, cell: int, worker: str) -> None:
         self._up().leave(worker)
 
-    async def claim(self, worker: str, step: int, attempt: int) -> tuple[Verdict, MicroStepRef | None]:
-        return await self._up().claim(worker, step, attempt)
+    async def claim(
+        self, worker: str, step: int, attempt: int, most: int
+    ) -> tuple[Verdict, tuple[MicroStepRef, ...]]:
+        return await self._up().claim(worker, step, attempt, most)
+
+    async def heartbeat(self, worker: str, step: int, attempt: int) -> bool:
+        return self._up().heartbeat(worker, step, attempt)
 
     async def complete(
         self, worker: str, step: int, attempt: int, micro_step: str, seconds: float, sums: dict[str, float]
@@ -76,6 +82,7 @@ class Cluster:
     """Workers as tasks; killing one drops its memory and keeps its ledger, as kill -9 does."""
 
     home: Path
+    loss: LossConfig = PAPER
     blobs: MemoryBlobs = field(default_factory=MemoryBlobs)
     peer: DirectCore = field(default_factory=DirectCore)
     ledgers: dict[int, FakeLedger] = field(default_factory=dict)
@@ -87,12 +94,12 @@ class Cluster:
     def start(self, cell: int) -> None:
         config = TrainerConfig(
             cell, 3, "r", "cpu", self.home / "policy", self.home / "checkpoints", self.home / "cells", "", STEPS, RULES,
-            LossConfig(), OPTIMIZER, CheckpointConfig(),
+            self.loss.resolved(), OPTIMIZER, CheckpointConfig(),
         )  # fmt: skip
         before = self.ledgers.get(cell)
         ledger = FakeLedger(TrainerCore(cell, RULES)) if before is None else before.crash()
         ledger.published = [] if before is None else before.published
-        backend = TorchBackend(tiny_decoder(), LossConfig(), OPTIMIZER if cell == 0 else None)
+        backend = TorchBackend(tiny_decoder(), self.loss, OPTIMIZER if cell == 0 else None)
         transfer = Transfer(TransferConfig(f"worker-{cell}", self.home / "transfer"))
         lock = DeviceLock(self.home / "cells", cell, "trainer")
         parts = (transfer, self.blobs, lock, SystemClock())
@@ -144,10 +151,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(home: Path, *cells: int) -> AsyncIterator[Cluster]:
+async def cluster(home: Path, *cells: int, loss: LossConfig = PAPER) -> AsyncIterator[Cluster]:
     decoder = tiny_decoder()
     save_checkpoint(home / "policy", decoder.config, decoder.state_dict())
-    made = Cluster(home)
+    made = Cluster(home, loss)
     for cell in cells:
         made.start(cell)
         made.ledgers[cell].hear(burst(0, 0, STEPS), *to_train(cell, cell + 1))
@@ -160,12 +167,20 @@ async def cluster(home: Path, *cells: int) -> AsyncIterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, torch.Tensor]:
-    backend = TorchBackend(tiny_decoder(), LossConfig(), OPTIMIZER)
+    return trained_alone(PAPER)
+
+
+def trained_alone(loss: LossConfig) -> dict[str, torch.Tensor]:
+    """The updates of the whole run in one backend, with what each is divided by counted from its micro-steps."""
+    backend = TorchBackend(tiny_decoder(), loss, OPTIMIZER)
     for step in range(STEPS):
-        for index in range(GROUPS_PER_STEP):
-            for m in range(PER_GROUP):
-                backend.accumulate(random_micro_step(100 * step + 10 * index + m))
-        backend.update(1 / 8, 0.01, 1.0)
+        seeds = [100 * step + 10 * index + m for index in range(GROUPS_PER_STEP) for m in range(PER_GROUP)]
+        micro_steps = [random_micro_step(seed) for seed in seeds]
+        for micro_step in micro_steps:
+            backend.accumulate(micro_step)
+        num_targets = sum(m.num_targets for m in micro_steps)
+        divisor = {"execution": 8, "token": num_targets, "constant": 8 * loss.constant_length}[loss.resolved().aggregation]
+        backend.update(1 / divisor, 0.01, 1.0)
     return backend.weights()
 
 
@@ -182,6 +197,31 @@ async def test_any_number_of_cells_makes_the_same_update(
             run.complete_step(step)
         assert largest_error(await run.weights(), reference) < 1e-12
         assert [f.version for f in run.ledgers[0].said(WeightsPublished)] == [0, STEPS]
+
+
+@pytest.mark.parametrize("loss", [
+    LossConfig(kind="dapo", kl_coefficient=0.1, entropy_coefficient=0.05), LossConfig(kind="dr_grpo", constant_length=20),
+    LossConfig(kind="cispo", aggregation="execution", correction="mask", correction_high=50.0),
+], ids=["token", "constant", "mask"])  # fmt: skip
+async def test_every_aggregation_is_exact_under_any_number_of_cells(tmp_path: Path, loss: LossConfig) -> None:
+    async with cluster(tmp_path, 0, 1, loss=loss) as run:
+        for step in range(STEPS):
+            run.complete_step(step)
+        assert largest_error(await run.weights(), trained_alone(loss)) < 1e-12
+        metrics = [f.metrics for f in run.ledgers[0].said(StepFinished)]
+        assert [m["staleness"] for m in metrics] == [0.0, 1.0, 2.0]
+        assert all(0 < m["ess"] <= 1 for m in metrics)
+
+
+async def test_a_step_whose_clip_acts_on_most_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loss = LossConfig(kind="cispo", clip_low=0.0, clip_high=0.0)
+    async with cluster(tmp_path, 0, loss=loss) as run:
+        for step in range(STEPS):
+            run.complete_step(step)
+        finished = await run.until(StepFinished, STEPS)
+    said = [r.getMessage() for r in caplog.records if "loss.clip_low" in r.getMessage()]
+    assert [f.metrics["clipped"] for f in finished] == [1.0] * STEPS
+    assert [text.split(":")[0] for text in said] == [f"step {step}" for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("computed_before", range(PER_GROUP * GROUPS_PER_STEP))

@@ -7,7 +7,7 @@ from gyre.contracts.microstep import MicroStep
 from gyre.trainer.backends.split import split
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.runs import check_trees
-from gyre.trainer.tree_loss import tree_loss
+from gyre.trainer.tree_training import tree_loss
 from trees import gradients, random_micro_step, relative_error, tiny_decoder
 
 

@@ -100,6 +100,22 @@ def test_walked_depth_first_it_is_the_same(family: str) -> None:
     assert relative_error(sums, want_grads) < 1e-12
 
 
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_with_checkpointed_layers_less_is_held_and_nothing_changes(family: str) -> None:
+    micro_step, model = random_micro_step(6), network(family, tied=True)
+    policy, attention = hf.TransformersModel(model), SegmentTrees(runs_of(micro_step.parent))
+    ids, positions = (torch.from_numpy(x.astype(np.int64)) for x in (micro_step.ids, micro_step.position))
+    found, sizes = [], []
+    for wanted in (False, True):
+        held: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, held=held: held.append(x.nbytes) or x, lambda x: x):
+            hidden = policy(ids, positions, attention, layer_checkpoints=wanted)
+        found.append(torch.autograd.grad(hidden.square().sum(), list(model.parameters()), allow_unused=True))
+        sizes.append(sum(held))
+    assert sizes[1] < sizes[0] / 4
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
+
+
 def relative_to(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """|got - want| / |want| over all parameters together."""
     apart = torch.stack([(got[n].double() - want[n].double()).norm() for n in want]).norm()

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from trees import (
     expanded_loss,
     gradients,
-    positions_and_exits,
+    hand_built,
     random_micro_step,
     relative_error,
     targets_of,
     tiny_decoder,
 )
 
-CONFIGS = [LossConfig(), LossConfig(kind="gspo"), LossConfig(reference="proximal", temperature=0.7)]
+CONFIGS = [LossConfig(kind="grpo"), LossConfig(kind="gspo"), LossConfig(kind="grpo", reference="proximal", temperature=0.7)]
 
 
 def attentions(micro_step: MicroStep) -> list[Attention]:
@@ -37,7 +37,7 @@ def tree_loss(decoder: Decoder, micro_step: MicroStep, attention: Attention, con
     return policy_loss(targets_of(micro_step, scores.logprob_K), config).loss
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["token_clip", "gspo", "proximal"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["grpo", "gspo", "proximal"])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_tree_has_the_loss_and_gradients_of_its_expanded_paths(seed: int, config: LossConfig) -> None:
     micro_step, decoder = random_micro_step(seed), tiny_decoder(seed)
@@ -46,7 +46,7 @@ def test_the_tree_has_the_loss_and_gradients_of_its_expanded_paths(seed: int, co
     want_grads = gradients(decoder, want)
     for attention in attentions(micro_step):
         got = tree_loss(decoder, micro_step, attention, config)
-        assert abs(float(got - want)) <= 1e-12 * abs(float(want))
+        assert abs((got - want).item()) <= 1e-12 * abs(want.item())
         assert relative_error(gradients(decoder, got), want_grads) < 1e-12
 
 
@@ -58,19 +58,6 @@ def test_all_attentions_score_any_forest_alike(seed: int, fork: float, num_trees
     dense, *others = (score_targets(decoder, micro_step, a).logprob_K for a in attentions(micro_step))
     for other in others:
         torch.testing.assert_close(dense, other, rtol=0, atol=1e-12)
-
-
-def hand_built(parent: list[int], target: list[int], path: list[int]) -> MicroStep:
-    parents = np.array(parent, np.int32)
-    position, exit_ = positions_and_exits(parents)
-    base = random_micro_step(0, num_trees=1)
-    num = len(target)
-    return replace(
-        base, ids=np.arange(len(parent), dtype=np.int32) % 37, parent=parents, position=position, exit=exit_,
-        tree=np.zeros(len(parent), np.int32), target=np.array(target, np.int32), path=np.array(path, np.int32),
-        logprob=np.full(num, -3.0, np.float32), version=np.zeros(num, np.int32),
-        weight=np.full(num, 1 / num, np.float32), advantage=np.ones(1, np.float32),
-    )  # fmt: skip
 
 
 def test_a_fork_on_a_last_token_scores_one_label_per_child() -> None:
@@ -89,7 +76,7 @@ def test_leaving_the_first_label_of_a_branch_unscored_changes_the_loss() -> None
                       weight=whole.weight[keep])  # fmt: skip
     decoder = tiny_decoder()
     full, less = (tree_loss(decoder, m, DenseTrees(m), LossConfig()) for m in (whole, partial))
-    assert abs(float(full - less)) > 1e-6
+    assert abs((full - less).item()) > 1e-6
 
 
 def test_a_siblings_tokens_change_nothing_and_an_ancestors_change_everything_below() -> None:

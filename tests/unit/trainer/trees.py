@@ -82,6 +82,19 @@ def _dress(rng: np.random.Generator, parent: np.ndarray, tree: np.ndarray, num_t
     )
 
 
+def hand_built(parent: list[int], target: list[int], path: list[int]) -> MicroStep:
+    parents = np.array(parent, np.int32)
+    position, exit_ = positions_and_exits(parents)
+    base = random_micro_step(0, num_trees=1)
+    num = len(target)
+    return replace(
+        base, ids=np.arange(len(parent), dtype=np.int32) % 37, parent=parents, position=position, exit=exit_,
+        tree=np.zeros(len(parent), np.int32), target=np.array(target, np.int32), path=np.array(path, np.int32),
+        logprob=np.full(num, -3.0, np.float32), version=np.zeros(num, np.int32),
+        weight=np.full(num, 1 / num, np.float32), advantage=np.ones(1, np.float32),
+    )  # fmt: skip
+
+
 def positions_and_exits(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Depth of each token and the end of its subtree, by definition."""
     position = np.zeros(len(parent), np.int32)
@@ -116,18 +129,30 @@ def expand(micro_step: MicroStep) -> list[Path]:
     return paths
 
 
-def expanded_loss(decoder: Decoder, micro_step: MicroStep, config: LossConfig) -> torch.Tensor:
+def expanded_loss(
+    decoder: Decoder, micro_step: MicroStep, config: LossConfig, reference: Decoder | None = None
+) -> torch.Tensor:
     """The loss computed on whole, separate, causal sequences: each path by itself, prefixes again and again."""
-    logprob: dict[int, torch.Tensor] = {}
+    scores_KV = _expanded_scores(decoder, micro_step, config.temperature)
+    ids_K1 = torch.from_numpy(micro_step.ids[micro_step.target].astype(np.int64)).unsqueeze(1)
+    entropy_K = -(scores_KV.exp() * scores_KV).sum(-1)
+    reference_K = None
+    if reference is not None:
+        reference_K = _expanded_scores(reference, micro_step, config.temperature).detach().gather(1, ids_K1)[:, 0]
+    record = targets_of(micro_step, scores_KV.gather(1, ids_K1)[:, 0])
+    return policy_loss(replace(record, entropy_K=entropy_K, reference_K=reference_K), config).loss
+
+
+def _expanded_scores(decoder: Decoder, micro_step: MicroStep, temperature: float) -> torch.Tensor:
+    """Log-probs of the whole vocabulary where each target is sampled [K, V]."""
+    rows: dict[int, torch.Tensor] = {}
     for path in expand(micro_step):
         ids = torch.from_numpy(micro_step.ids[path.tokens].astype(np.int64))
         hidden = decoder(ids, torch.arange(len(ids)), CausalAttention([len(ids)]))
-        scores = torch.log_softmax(decoder.logits(hidden) / config.temperature, -1)
+        scores = torch.log_softmax(decoder.logits(hidden) / temperature, -1)
         for target in path.owned:
-            depth = path.tokens.index(target)
-            logprob[target] = scores[depth - 1, ids[depth]]
-    stacked = torch.stack([logprob[t] for t in micro_step.target.tolist()])
-    return policy_loss(targets_of(micro_step, stacked), config).loss
+            rows[target] = scores[path.tokens.index(target) - 1]
+    return torch.stack([rows[t] for t in micro_step.target.tolist()])
 
 
 def targets_of(micro_step: MicroStep, logprob_K: torch.Tensor) -> Targets:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre.contracts.digest import TokenChain, token_digest
-from gyre.contracts.events import CallRecorded, VersionSpan
+from gyre.contracts.events import CallEvidence, CallRecorded, VersionSpan
 from gyre.trajectory.record import MARK, CallLog
 
 
@@ -68,6 +68,21 @@ def test_one_call_told_in_two_ways_is_a_conflict(script: Any) -> None:
     assert refusal_of([first, other]) == "conflict"
     versions = replace(first, spans=(VersionSpan(0, 2, 9),))
     assert refusal_of([first, second, versions]) == "conflict"
+
+
+@pytest.mark.parametrize("changed", [
+    {"finish_reason": "abort"}, {"lineage": "helper"}, {"role_class": "sub-agent"},
+    {"evidence": CallEvidence({"x-gyre-trainable": "no"})}, {"logprobs": np.array([-1.0, -2.0], np.float32)},
+    {"prompt_delta": np.array([1, 7], np.int32)},
+])
+def test_a_call_told_twice_with_another_role_or_end_is_a_conflict_in_either_order(script: Any, changed: Any) -> None:
+    first, second = two_turns(script)
+    other = replace(first, **changed)
+    log = CallLog()
+    for record in (other, second, first):
+        log.add(record)
+    assert log.refusal is not None
+    assert refusal_of([first, second, other]) == "conflict"
 
 
 def test_lengths_that_disagree_are_refused_and_never_padded(script: Any) -> None:

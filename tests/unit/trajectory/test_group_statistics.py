@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from gyre.contracts.events import BlobRef, ExecutionScored, ExecutionTerminated, ExecutionUnscorable
-from gyre.trajectory.group import Standing, advantages, group_advantages, standing, statistics
+from gyre.trajectory.group import MAX_REWARD, Standing, advantages, group_advantages, standing, statistics
 
 SNAPSHOT = BlobRef("s", "0" * 32, 1)
 
@@ -30,6 +31,9 @@ UNSCORABLE = ExecutionUnscorable("x", "g", "evaluator failed 3 times", "e")
     (end(), UNSCORABLE, "", "unscorable", 0.0),
     (end(), score(float("nan")), "", "unscorable", 0.0),
     (end(), score(float("inf")), "", "unscorable", 0.0),
+    (end(), score(1e200), "", "unscorable", 0.0),
+    (end(), score(-1.1e30), "", "unscorable", 0.0),
+    (end(), score(-1e30), "", "scored", -1e30),
     (end(), score(1.0), "digest: call c: ...", "unscorable", 0.0),
     (end(ending="dropped"), None, "", "dropped", 0.0),
     (end(ending="dropped"), score(1.0), "digest: call c: ...", "dropped", 0.0),
@@ -39,6 +43,12 @@ def test_what_an_execution_counts_for(terminated: ExecutionTerminated, verdict: 
     found = standing(terminated, verdict, quarantine)
     assert (found.kind, found.reward) == (kind, reward)
     assert (found.reason == "") == (kind == "scored" or terminated.ending == "dropped")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "mean", "rloo"])
+def test_the_largest_rewards_give_advantages_that_float32_holds(kind: Any) -> None:
+    found = np.array(advantages([MAX_REWARD, -MAX_REWARD], kind), np.float32)
+    assert found[0] == -found[1] == np.float32({"grpo": 0.5**0.5, "mean": 1e30, "rloo": 2e30}[kind])
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("grpo", 0.866024), ("mean", 0.5), ("rloo", 0.666667)])

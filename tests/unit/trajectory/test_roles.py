@@ -73,6 +73,16 @@ def test_whoever_keeps_the_opening_prompt_is_still_in_that_context(script: Any, 
     assert roles_of(calls)[2] == CallRole("main", "main", "stream"), why
 
 
+def test_two_contexts_may_begin_with_the_same_prompt(script: Any) -> None:
+    """A summary that says what the task said before, and two sub-agents sent with the same words."""
+    calls = (script().call([1, 50, 51], [3]).call([1, 50, 51, 3, 4], [50, 51])
+             .call([1, 50, 51], [7], evidence=evidence(quotes=[name(1)], continues=True))
+             .call([20, 21], [22], evidence=evidence(task_of=name(0))).call([20, 21, 22, 23], [24])
+             .call([20, 21], [25], evidence=evidence(task_of=name(2), continues=True)))
+    assert told(calls) == [("main", "main"), ("main-summary", "main"), ("main", "main"), ("sub-agent", "sub-3"),
+                           ("sub-agent", "sub-3"), ("sub-agent", "sub-5")]
+
+
 def test_what_the_template_itself_takes_back_ends_no_context(script: Any) -> None:
     """The opening prompt ended with an opened thought, [1, 2, 88]; the next one leaves the thought out, opening too."""
     calls = script().call([1, 2, 88], [90, 10]).call([1, 2, 10, 5, 88], [6], evidence=evidence(continues=True))

@@ -234,6 +234,7 @@ def test_records_that_never_come_end_the_wait(script: Any, story: Any, settings:
     state, effects = core.step(state, Tick(), 161.0)
     outcome = only(effects).outcomes[1]
     assert (outcome.kind, outcome.reason.split(":")[0]) == ("unscorable", "unknown-base")
+    assert {name: num for name, num in state.counts.items() if name.startswith("refused")} == {"refused.unknown-base": 1}
     assert core.step(state, lost, 162.0)[1] == []
 
 
@@ -242,6 +243,7 @@ def test_a_base_that_does_not_exist_is_refused_at_once(script: Any, story: Any, 
     one.scripts[0].records[1] = replace(one.scripts[0].records[1], base_call="nobody")
     state, effects = run(settings, one.facts())
     assert only(effects).outcomes[0].reason.startswith("unknown-base")
+    assert state.counts["refused.unknown-base"] == 1
 
 
 def test_facts_of_strangers_are_counted(script: Any, story: Any, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""The same promises for both backends: exact bytes of the asked generation, or an error."""
+"""The same promises for every backend: exact bytes of the asked generation, or an error."""
 
 import contextlib
 import threading
@@ -25,8 +25,10 @@ from gyre.transfer import (
     TransferError,
     host_identity,
 )
+from gyre.transfer.nixl_agent import installed
 from gyre.transfer.shared_memory import copy_out
 from gyre.transfer.tcp import TcpServer
+from nixl_fakes import FakeFabric
 
 LOOPBACK = Address("127.0.0.1", 0)
 
@@ -40,23 +42,34 @@ def arrays() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.fixture(params=["shm", "tcp"])
+REAL_NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="nixl-cu12 is not installed here"))
+
+
+@pytest.fixture(params=["shm", "tcp", "nixl-fake", REAL_NIXL])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def owner(backend: str, tmp_path: Path) -> Iterator[Transfer]:
-    config = (
-        TransferConfig("owner", directory=tmp_path) if backend == "shm" else TransferConfig("owner", listen=LOOPBACK)
-    )
-    with Transfer(config) as transfer:
+def fabric() -> FakeFabric:
+    return FakeFabric()
+
+
+@pytest.fixture
+def owner(backend: str, fabric: FakeFabric, tmp_path: Path) -> Iterator[Transfer]:
+    ways = {
+        "shm": TransferConfig("owner", directory=tmp_path),
+        "tcp": TransferConfig("owner", listen=LOOPBACK),
+    }
+    config = ways.get(backend, TransferConfig("owner", backends=("nixl",)))
+    with Transfer(config, fabric.backend("owner") if backend == "nixl-fake" else None) as transfer:
         yield transfer
 
 
 @pytest.fixture
-def reader(backend: str) -> Iterator[Transfer]:
-    with Transfer(TransferConfig("reader", backends=(backend,))) as transfer:
+def reader(backend: str, fabric: FakeFabric) -> Iterator[Transfer]:
+    config = TransferConfig("reader", backends=(backend.removesuffix("-fake"),))
+    with Transfer(config, fabric.backend("reader") if backend == "nixl-fake" else None) as transfer:
         yield transfer
 
 
@@ -227,9 +240,9 @@ def test_two_live_owners_of_one_name_are_refused(tmp_path: Path) -> None:
         Transfer(TransferConfig("owner", directory=tmp_path))
 
 
-def test_nixl_is_refused_by_name() -> None:
-    with pytest.raises(BackendUnavailable, match="'nixl' is not part of this release"):
-        Transfer(TransferConfig("reader", backends=("nixl",)))
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(BackendUnavailable, match="'rdma': known are 'nixl', 'shm' and 'tcp'"):
+        Transfer(TransferConfig("reader", backends=("rdma",)))
 
 
 async def test_shared_memory_of_another_host_is_read_over_tcp(tmp_path: Path) -> None:

@@ -141,16 +141,17 @@ def _repeated_indices(log: FactLog) -> set[str]:
 
 
 def _sampled(log: FactLog, rows: dict[str, Execution]) -> Check:
-    """Tokens sampled, by the call records, = tokens that reached a tree; refused executions apart."""
+    """Tokens sampled, by the call records, = tokens that reached a tree; apart are those of executions that are refused,
+    and of dropped ones: their groups wait for no record of theirs."""
     recorded = calls_by_execution(log)
-    parts = {"in trees": 0, "of unscorable executions": 0, "of executions not accounted for yet": 0}
+    parts = {"in trees": 0, "of unscorable executions": 0, "of dropped executions": 0, "of executions not accounted for yet": 0}
     problems: list[str] = []
     for name, count in recorded.items():
         outcome = rows[name].outcome if name in rows else None
         if outcome is None:
             parts["of executions not accounted for yet"] += count.num_sampled
-        elif outcome.kind == "unscorable":
-            parts["of unscorable executions"] += count.num_sampled
+        elif outcome.kind in ("unscorable", "dropped"):
+            parts[f"of {outcome.kind} executions"] += count.num_sampled
         else:
             parts["in trees"] += outcome.num_sampled_tokens
             if outcome.num_sampled_tokens != count.num_sampled:

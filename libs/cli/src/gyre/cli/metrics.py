@@ -120,8 +120,9 @@ class StepLine:
                  f"mean {self.moving_reward:.3f}" + (f" ({beside})" if beside else ""),
                  f"{self.num_executions} executions", f"{self.num_timeouts_scored:>2} timeouts scored",
                  f"w {self.waterlevel}", f"cells {' '.join(self.roles)}", f"errors {self.num_harness_errors}",
+                 f"clip {100 * clipped:.0f} %" if math.isfinite(clipped := self.metrics.get("clipped", math.nan)) else "",
                  f"{self.seconds:.1f} s"]
-        return "  ".join(parts) + ("" if self.updated else "  (no update)")
+        return "  ".join(filter(None, parts)) + ("" if self.updated else "  (no update)")
 
     def row(self) -> dict[str, Any]:
         """The row of `metrics.jsonl`; what is not a number is null."""

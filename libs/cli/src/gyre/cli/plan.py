@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from gyre.runtime.config import RunConfig
+from gyre.runtime.losses import describe_loss
 from gyre.runtime.settings import to_toml
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -32,6 +33,7 @@ def describe(config: RunConfig) -> str:
     lines = [to_toml(config), "# what this starts", *(f"#   {line}" for line in processes(config)), "#"]
     lines += [f"# outstanding groups Q = (phi + mu) * B = {burst.num_outstanding}, "
               f"{burst.num_outstanding * burst.executions_per_group} executions at once",
+              f"# loss: {describe_loss(config.loss)}",
               f"# staleness: at most {burst.staleness_limit} versions between dispatch and training",
               f"# bursts: {config.steps // burst.steps_per_burst} of {burst.steps_per_burst} steps, {cells} cells, "
               f"schedule {config.cells.schedule}"]
@@ -53,7 +55,9 @@ def memory(config: RunConfig) -> list[str]:
     if num is None:
         return ["# memory: unknown until the checkpoint exists"]
     weights = num * BYTES[config.policy.dtype] / 1e6
+    reference = num * BYTES[config.optimizer.compute_dtype] / 1e6 if config.loss.has_reference_policy else 0.0
     master, gradients, moments = num * 4 / 1e6, num * 4 / 1e6, num * 8 / 1e6
     return [f"# memory per cell: engine weights {weights:.1f} MB, KV pool of {config.engine.kv_tokens} tokens; "
-            f"trainer master {master:.1f} + gradients {gradients:.1f} MB, core also optimizer {moments:.1f} MB "
+            f"trainer master {master:.1f} + gradients {gradients:.1f} MB"
+            + (f" + reference policy {reference:.1f} MB" if reference else "") + f", core also optimizer {moments:.1f} MB "
             f"({num:,} parameters)"]

@@ -28,6 +28,10 @@ def prepare(config: RunConfig, say: Say) -> None:
     if not (checkpoint / "config.json").is_file():
         _make("policy.build", config.policy.build, checkpoint, say, checkpoint=str(checkpoint), seed=str(config.seed),
               root=str(root))
+    reference = config.loss.kl_reference
+    if reference and not (Path(reference) / "config.json").is_file():
+        raise ConfigError(f"loss.kl_reference = {reference!r}: has no config.json; name a Hugging Face directory, or leave it "
+                          "out for the checkpoint that the run starts from")
 
 
 def _make(key: str, command: tuple[str, ...], target: Path, say: Say, **values: str) -> None:

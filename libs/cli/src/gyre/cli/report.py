@@ -6,7 +6,9 @@ No script, no external asset; light and dark; every text from a run is escaped. 
 
 import json
 import math
+import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -31,11 +33,18 @@ PROVES = ("A policy of 0.1M parameters on a CPU can prove that every part works 
 NBSP = "\u00a0"
 _TONES = {"rollout": "roll", "train": "train", "to train": "move", "to rollout": "move"}
 _MULTIPLES = (
-    ("loss", "Loss", "surrogate, mean over executions", lambda s: s.loss),
+    ("loss", "Loss", "what is minimised", lambda s: s.loss),
     ("grad_norm", "Gradient norm", "before clipping", lambda s: s.grad_norm),
     ("clipped", "Clip share", "of targets", None),
     ("abs_dlogp", "Engine against trainer", "mean |difference of log-prob|, nats", None),
-    ("kl_k3", "KL, engine to trainer", "k3 estimate, nats", None), ("entropy", "Entropy", "nats per target", None))
+    ("kl_k3", "KL, engine to trainer", "k3 estimate, nats", None), ("entropy", "Entropy", "nats per target", None),
+    ("reference_kl_k3", "KL to the reference policy", "k3 estimate, nats", None),
+    ("ess", "Effective sample size", "of the importance weights, share of targets", None),
+    ("masked", "Dropped by the correction", "of targets", None),
+    ("truncated", "Capped by the correction", "of targets", None),
+    ("staleness", "Staleness", "versions from sampling to training, mean over targets", None))
+_SHARES = ("clipped", "ess", "masked", "truncated")
+_STALENESS = re.compile(r"staleness_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +227,27 @@ def _optimisation(ledger: RunLedger) -> Html:
         finite = [v for _, v in points if math.isfinite(v)]
         if not finite:
             continue
-        percent = key == "clipped"
+        percent = key in _SHARES
         y = axis(0, max(finite)) if key != "loss" and min(finite) >= 0 else None
         charts.append(curves(title, (Series("", points, "c1"),), x_name="step", y_name=unit, y=_positive(y), height=150,
                              label=_percent if percent else short))
     if not charts:
         return Html("")
-    return join((el("h2", "Optimisation"), el("div", *charts, cls="small")))
+    return join((el("h2", "Optimisation"), el("div", *charts, cls="small"), _staleness(ledger)))
+
+
+def _staleness(ledger: RunLedger) -> Html:
+    """How many targets of the run were trained how many versions after they were sampled."""
+    ages: Counter[int] = Counter()
+    for step in ledger.steps:
+        for name, share in step.finished.metrics.items():
+            if found := _STALENESS.fullmatch(name):
+                ages[int(found[1])] += round(share * step.finished.num_targets)
+    total = sum(ages.values())
+    rows = [(str(age), f"{num:,}", f"{100 * num / total:.1f} %") for age, num in sorted(ages.items()) if total]
+    if not rows:
+        return Html("")
+    return table(("versions from sampling to training", "targets", "share"), rows, frozenset({0, 1, 2}))
 
 
 def _positive(y: Axis | None) -> Axis | None:

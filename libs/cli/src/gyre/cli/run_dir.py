@@ -78,6 +78,7 @@ def resolve_paths(config: RunConfig, config_dir: Path) -> RunConfig:
     return replace(
         config,
         policy=replace(config.policy, checkpoint=absolute(config.policy.checkpoint), build=filled(config.policy.build)),
+        loss=replace(config.loss, kl_reference=config.loss.kl_reference and absolute(config.loss.kl_reference)),
         tasks=replace(config.tasks, root=absolute(config.tasks.root), generate=filled(config.tasks.generate)),
         harness=replace(config.harness, command=filled(config.harness.command)),
         evaluation=replace(config.evaluation, baselines=filled(config.evaluation.baselines)))

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from gyre.cli.terminal import harmless, harmless_line
 from gyre.contracts.errors import ConfigError, GyreError
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except GyreError as error:
-        console.print(f"gyre: {error}", markup=False, style="red")
+        console.print(harmless(f"gyre: {error}"), markup=False, style="red")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
 
@@ -86,9 +88,9 @@ def show(execution: Execution = "", run: RunPath = None, runs: Runs = Path("runs
             write_html(view, html, decode)
             say(f"{html}: {html.stat().st_size / 1e6:.1f} MB")
         elif path:
-            print_path(view, path, options, console.print)
+            print_path(view, path, options, _print)
         else:
-            print_tree(view, options, console.print)
+            print_tree(view, options, _print)
 
 
 @tree_app.command("import")
@@ -111,7 +113,7 @@ def import_(files: Files, html: HtmlFile = None, out: OutFile = None, main_only:
             say(f"{html}: {html.stat().st_size / 1e6:.1f} MB")
         elif found.view is not None:
             columns = width or (console.width if console.is_terminal else PIPED_WIDTH)
-            print_tree(found.view, Options(columns, lines, calls, text, decode), console.print)
+            print_tree(found.view, Options(columns, lines, calls, text, decode), _print)
             say("")
         elif html is not None:
             raise ConfigError(f"--html: several sessions in the files; choose one with --session\n{found.said}")
@@ -128,7 +130,11 @@ def export(execution: ExportedExecution, file: ExportFile, run: RunPath = None, 
 
 
 def say(text: str) -> None:
-    console.print(text, markup=False)
+    console.print(harmless(text), markup=False)
+
+
+def _print(line: Text) -> None:
+    console.print(harmless_line(line))
 
 
 def _opened(execution: str, run: Path | None, runs: Path) -> tuple[TreeView, Decode | None]:
@@ -151,4 +157,4 @@ def _list(run: Path | None, runs: Path, prefix: str) -> None:
 
     place = find_place(run, runs)
     say(place.said)
-    print_list(headers(place, prefix), console.width if console.is_terminal else PIPED_WIDTH, console.print)
+    print_list(headers(place, prefix), console.width if console.is_terminal else PIPED_WIDTH, _print)

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import msgpack
 import msgspec
 import numpy as np
-from gyre.contracts.errors import BrokenBody, MessageTooLarge, UnknownType
-from gyre.contracts.events import BlobRef, Fact
+from gyre.contracts.errors import BrokenBody, InvalidId, MessageTooLarge, UnknownType
+from gyre.contracts.events import BlobRef, Fact, GroupDispatched
+from gyre.contracts.ids import check_id
 from gyre.contracts.subjects import BY_TYPE, row_of
 
 VERSION = 1
@@ -133,7 +134,7 @@ def fact_of(envelope: Envelope, body: bytes | None = None) -> Fact:
 
     Raises:
         UnknownType: this release does not know the type.
-        BrokenBody: the data does not fit the record.
+        BrokenBody: the data does not fit the record, or its group or execution cannot be a subject token and file name.
     """
     row = BY_TYPE.get(envelope.type)
     if row is None:
@@ -141,8 +142,21 @@ def fact_of(envelope: Envelope, body: bytes | None = None) -> Fact:
     if envelope.ref is not None:
         if body is None:
             raise BrokenBody(f"{envelope.type}: its body lies at {envelope.ref.path} and was not loaded")
-        return unpack(body, row.record)
-    return from_plain(envelope.data, row.record)
+        return _named(unpack(body, row.record))
+    return _named(from_plain(envelope.data, row.record))
+
+
+def _named(fact: Fact) -> Fact:
+    """`fact`, if the names in it are names. Whoever reads it makes paths and subjects of them."""
+    names = [(field, getattr(fact, field)) for field in ("group", "execution") if hasattr(fact, field)]
+    if isinstance(fact, GroupDispatched):
+        names += [("executions", spec.execution) for spec in fact.executions]
+    try:
+        for name, value in names:
+            check_id(value, f"{type(fact).__name__}.{name}")
+    except InvalidId as error:
+        raise BrokenBody(str(error)) from None
+    return fact
 
 
 def decode(message: bytes) -> tuple[Envelope, Fact]:

@@ -255,9 +255,21 @@ def call_fault(record: CallRecorded) -> str:
         return f"keep_len {record.keep_len} + delta {len(record.prompt_delta)} is not prompt_len {record.prompt_len}"
     if [i for s in record.spans for i in (s.start, s.end)] != _span_edges(record.spans, num):
         return f"spans {record.spans} do not cover {num} output tokens exactly"
-    return ""
+    return _out_of_range(record)
 
 
+def _out_of_range(record: CallRecorded) -> str:
+    """An edge, a version or an id that no cover, no weights and no vocabulary can have, or ""."""
+    for s in record.spans:
+        if s.start > s.end:
+            return f"span {s} ends before it begins"
+        if not 0 <= s.version <= _MAX_INT32:
+            return f"span {s}: version is not in [0, 2^31)"
+    lowest = min((int(ids.min()) for ids in (record.prompt_delta, record.output_ids) if len(ids)), default=0)
+    return f"token id {lowest} is negative" if lowest < 0 else ""
+
+
+_MAX_INT32 = 2**31 - 1
 _CALL_ARRAYS = {"prompt_delta": np.dtype(np.int32), "output_ids": np.dtype(np.int32),
                 "logprobs": np.dtype(np.float32), "behaviour_logprobs": np.dtype(np.float32)}
 

@@ -9,6 +9,7 @@ import uuid
 from gyre.contracts.errors import InvalidId
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_SAID = 80  # characters of a wrong value that its error repeats
 
 
 def check_id(value: str, field: str) -> str:
@@ -18,7 +19,8 @@ def check_id(value: str, field: str) -> str:
         InvalidId: names the field, the value and what would be right.
     """
     if not isinstance(value, str) or not ID_PATTERN.fullmatch(value):
-        raise InvalidId(f"{field}: {value!r} is not an id; use 1 to 64 of A-Z a-z 0-9 _ -")
+        said = value[:_MAX_SAID] if isinstance(value, str) else value  # who sent it may have sent a megabyte
+        raise InvalidId(f"{field}: {said!r} is not an id; use 1 to 64 of A-Z a-z 0-9 _ -")
     return value
 
 

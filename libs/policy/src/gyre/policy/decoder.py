@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from gyre.policy.attention import Attention
 from gyre.policy.config import PolicyConfig
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Linear(nn.Linear):
@@ -147,12 +148,20 @@ class Decoder(nn.Module):
         decoder.load_state_dict(kept, assign=True)
         return decoder.requires_grad_(True)
 
-    def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Returns hidden_TE after the final norm. ``ids_T`` and ``positions_T`` are integer tensors of one length."""
+    def forward(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention, layer_checkpoints: bool = False
+    ) -> torch.Tensor:
+        """Returns hidden_TE after the final norm. ``ids_T`` and ``positions_T`` are integer tensors of one length.
+
+        ``layer_checkpoints`` keeps only the input of each layer for backward, which makes the rest again.
+        """
         x_TE = self.model.embed_tokens(ids_T)
         cos_T1D, sin_T1D = rotary(positions_T, self.config.head_dim, self.config.rope_theta, x_TE.dtype)
         for layer in self.model.layers:
-            x_TE = layer(x_TE, cos_T1D, sin_T1D, attention)
+            if layer_checkpoints:
+                x_TE = checkpoint(layer, x_TE, cos_T1D, sin_T1D, attention, use_reentrant=False)
+            else:
+                x_TE = layer(x_TE, cos_T1D, sin_T1D, attention)
         return self.model.norm(x_TE)
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,7 @@ class TransformersModel(nn.Module):
                                     "transformers")
         model.set_attn_implementation(INTERFACE)
         self.network = model
+        self._can_checkpoint = False
         self.config = shape_of(model.config)
 
     @classmethod
@@ -76,10 +77,21 @@ class TransformersModel(nn.Module):
         check_dense(config)
         return cls(AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, local_files_only=True))
 
-    def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention, layer_checkpoints: bool = False
+    ) -> torch.Tensor:
+        self._checkpoint_layers(layer_checkpoints)
         output = self.network.base_model(
             input_ids=ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, packed_attention=attention)
         return output.last_hidden_state[0]
+
+    def _checkpoint_layers(self, wanted: bool) -> None:
+        network = self.network
+        network.train(wanted)  # layers are checkpointed in training mode only; dropout was refused, so nothing else changes
+        if wanted and not self._can_checkpoint:
+            enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            self._can_checkpoint = True
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         logits_TV = self.network.get_output_embeddings()(hidden_TE)

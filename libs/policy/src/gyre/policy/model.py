@@ -14,6 +14,9 @@ class ModelShape(Protocol):
     """The numbers that a key/value cache needs."""
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def num_layers(self) -> int: ...
 
     @property
@@ -29,8 +32,10 @@ class PolicyModel(Protocol):
     @property
     def config(self) -> ModelShape: ...
 
-    def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """hidden_TE after the final norm, for T packed tokens."""
+    def __call__(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention, layer_checkpoints: bool = False
+    ) -> torch.Tensor:
+        """hidden_TE after the final norm, for T packed tokens; with `layer_checkpoints` backward makes each layer again."""
         ...
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The blob store: a directory or any fsspec URL. Content is immutable and verified on reading."""
 
+import os
 import uuid
 from pathlib import Path
 from typing import Protocol
@@ -41,18 +42,28 @@ def _verified(ref: BlobRef, data: bytes) -> bytes:
 
 
 class DirectoryBlobs:
-    """Blobs as files; a put is atomic (write aside, rename)."""
+    """Blobs as files; a put is atomic (write aside, rename).
 
-    def __init__(self, root: Path) -> None:
+    With durability `power` a blob is on the disk when `put` returns: a fact that names it may be committed next.
+    """
+
+    def __init__(self, root: Path, durability: str = "process") -> None:
         self.root = root
+        self._syncs = durability == "power"
 
     def put(self, path: str, data: bytes) -> BlobRef:
         ref = ref_of(path, data)
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-        aside.write_bytes(data)
+        with aside.open("wb") as file:
+            file.write(data)
+            if self._syncs:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(target)
+        if self._syncs:
+            _sync_folder(target.parent)
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
@@ -67,6 +78,15 @@ class DirectoryBlobs:
     def names(self, folder: str) -> list[str]:
         found = (self.root / folder).glob("*")
         return [path.name for path in found if not path.name.startswith(".")]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 class FsspecBlobs:
@@ -100,6 +120,6 @@ class FsspecBlobs:
             return []
 
 
-def open_blobs(where: str) -> BlobStore:
-    """A store for a directory or a URL."""
-    return FsspecBlobs(where) if "://" in where else DirectoryBlobs(Path(where))
+def open_blobs(where: str, durability: str = "process") -> BlobStore:
+    """A store for a directory or a URL. `durability` is what a put survives: `process` or `power`."""
+    return FsspecBlobs(where) if "://" in where else DirectoryBlobs(Path(where), durability)

@@ -13,6 +13,7 @@ from typing import Literal
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
+from gyre.runtime.losses import LossConfig, check_loss
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
 from gyre.runtime.training import TrainingConfig, check_training
 
@@ -104,20 +105,6 @@ class AdmissionConfig:
     pairs_budget: int = 4_000_000  # visible (query, key) pairs in one micro-step
     cost_per_token: float = 1.0
     cost_per_pair: float = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    """The policy loss."""
-
-    kind: Literal["gspo", "token_clip"] = "gspo"
-    clip_low: float = 0.2  # token_clip: ratio not below 1 - clip_low
-    clip_high: float = 0.28  # token_clip: ratio not above 1 + clip_high
-    sequence_clip_low: float = 0.005  # gspo
-    sequence_clip_high: float = 0.005  # gspo
-    weight_cap: float = 5.0  # gspo: token importance weight
-    kl_coefficient: float = 0.0
-    entropy_coefficient: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +249,7 @@ class Deployment:
     trainers: tuple[Endpoint, ...]
     evaluators: tuple[Endpoint, ...]
     transfers: tuple[Endpoint, ...]  # the trainer workers' transfer servers
+    transfer: Literal["auto", "shared_memory", "tcp", "nixl"] = "auto"  # how weights and gradients are read
     allow_unsandboxed: bool = False
     durability: Literal["power", "process"] = "power"  # what a commit survives
 
@@ -305,7 +293,8 @@ def check_run(config: RunConfig) -> None:
     """Refuse what cannot work or is not built. Raises ConfigError."""
     check_id(config.name, "name")
     _check_not_built(config)
-    check_training(config.training, config.optimizer.compute_dtype)
+    check_loss(config.loss, config.admission.advantage)
+    check_training(config.training, config.optimizer.compute_dtype, has_reference=bool(config.loss.kl_coefficient))
     positive = {
         "steps": config.steps, "cells.count": config.cells.count,
         "burst.steps_per_burst": config.burst.steps_per_burst,
@@ -356,9 +345,6 @@ def _check_not_built(config: RunConfig) -> None:
     _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")
-    for key in ("kl_coefficient", "entropy_coefficient"):
-        if getattr(config.loss, key):
-            raise ConfigError(f"loss.{key}: not built yet; use 0")
     if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
         raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")

@@ -121,7 +121,8 @@ def _assemble(service: str, kind: str, arguments: argparse.Namespace) -> Process
     return Process(name=kind if index is None else f"{kind}-{index}", service=service,
                    config=load_run(arguments.config), config_dir=arguments.config.resolve().parent,
                    deployment=deployment, index=index,
-                   blobs=open_blobs(deployment.blobs), clock=clock, stopping=asyncio.Event(), started=clock.now())
+                   blobs=open_blobs(deployment.blobs, deployment.durability), clock=clock, stopping=asyncio.Event(),
+                   started=clock.now())
 
 
 async def _until_stopped(main: Main, process: Process) -> None:

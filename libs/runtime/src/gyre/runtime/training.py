@@ -16,6 +16,8 @@ class TrainingConfig:
     backend: Literal["torch", "fsdp", "deepspeed"] = "torch"  # torch: whole weights on every rank
     ranks: int = 1
     zero_stage: int = 0  # what is cut between ranks: deepspeed 1, 2, 3; fsdp 2, 3; 0: the backend's default
+    # Held for backward by one micro-step, backend torch: beyond it layers are made again, then whole paths; 0: no bound.
+    memory_gib: float = 2.0
 
     @property
     def stage(self) -> int:
@@ -23,8 +25,13 @@ class TrainingConfig:
         return self.zero_stage or STAGES[self.backend][0]
 
 
-def check_training(config: TrainingConfig, compute_dtype: str) -> None:
+def check_training(config: TrainingConfig, compute_dtype: str, has_reference: bool) -> None:
     """Raises ConfigError naming the field, its value and what would be right."""
+    if config.memory_gib < 0:
+        raise ConfigError(f"training.memory_gib = {config.memory_gib}: must not be negative")
+    if has_reference and config.backend != "torch":
+        raise ConfigError(f"training.backend = {config.backend!r}: a KL to a reference policy is built for torch alone; set "
+                          "loss.kl_coefficient = 0")
     if config.ranks < 1:
         raise ConfigError(f"training.ranks = {config.ranks}: must be at least 1")
     stages = STAGES[config.backend]

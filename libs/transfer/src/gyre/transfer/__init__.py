@@ -1,7 +1,7 @@
 """One-sided reads of registered memory between processes: shared memory on one host, TCP between hosts."""
 
 from gyre.transfer.backend import host_identity
-from gyre.transfer.describe import Address, BufferInfo, RegionDescriptor, checksum
+from gyre.transfer.describe import Address, BufferInfo, NixlTarget, RegionDescriptor, checksum
 from gyre.transfer.errors import (
     BackendUnavailable,
     ChecksumMismatch,
@@ -13,7 +13,7 @@ from gyre.transfer.errors import (
     TransferError,
 )
 from gyre.transfer.region import Region
-from gyre.transfer.transfer import Transfer, TransferConfig
+from gyre.transfer.transfer import Transfer, TransferConfig, backends_of
 
 __all__ = [
     "Address",
@@ -22,6 +22,7 @@ __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
     "LayoutMismatch",
+    "NixlTarget",
     "Region",
     "RegionDescriptor",
     "RegionUnknown",
@@ -30,6 +31,7 @@ __all__ = [
     "Transfer",
     "TransferConfig",
     "TransferError",
+    "backends_of",
     "checksum",
     "host_identity",
 ]

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 from gyre.transfer.describe import BufferInfo, RegionDescriptor
-from gyre.transfer.errors import BackendUnavailable, DeadlineExceeded, LayoutMismatch
+from gyre.transfer.errors import DeadlineExceeded, LayoutMismatch
 
 COPY_CHUNK_BYTES = 4 << 20
 
@@ -30,19 +30,6 @@ class Reader(Protocol):
         """Fill `into` (C-contiguous, checked) before `deadline` (event-loop time); raises a `TransferError`."""
         ...
 
-
-def readers_for(names: tuple[str, ...], host: str) -> tuple[Reader, ...]:
-    """The readers called `names`, in order of preference; raises `BackendUnavailable` for one that is not here."""
-    from gyre.transfer.shared_memory import SharedMemoryReader
-    from gyre.transfer.tcp import TcpReader
-
-    known: dict[str, Reader] = {"shm": SharedMemoryReader(host), "tcp": TcpReader()}
-    for name in names:
-        if name == "nixl":
-            raise BackendUnavailable("backend 'nixl' is not part of this release: use 'shm' and 'tcp'")
-        if name not in known:
-            raise BackendUnavailable(f"unknown transfer backend {name!r}: known are {sorted(known)}")
-    return tuple(known[name] for name in names)
 
 
 def host_identity(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:

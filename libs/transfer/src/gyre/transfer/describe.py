@@ -6,6 +6,7 @@ over the control plane (a fact or an RPC answer) as plain values, see `to_wire`.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 from dataclasses import dataclass
@@ -42,8 +43,27 @@ class BufferInfo:
 
 
 @dataclass(frozen=True)
+class NixlTarget:
+    """How NIXL reaches a region: the owner's agent, what a peer's agent has to load, where the region begins there."""
+
+    agent: str
+    metadata: bytes
+    address: int
+
+    def to_wire(self) -> list[str | int]:
+        return [self.agent, base64.b64encode(self.metadata).decode("ascii"), self.address]
+
+    @classmethod
+    def from_wire(cls, wire: list[Any]) -> NixlTarget:
+        return cls(str(wire[0]), base64.b64decode(wire[1]), int(wire[2]))
+
+
+@dataclass(frozen=True)
 class RegionDescriptor:
-    """A region at one generation; `path` is set when it lies in a shared-memory file, `address` when TCP serves it."""
+    """A region at one generation.
+
+    `path` is set when it lies in a shared-memory file, `address` when TCP serves it, `nixl` when NIXL does.
+    """
 
     region: str
     owner: str
@@ -53,6 +73,7 @@ class RegionDescriptor:
     path: str | None
     address: Address | None
     buffers: tuple[BufferInfo, ...]
+    nixl: NixlTarget | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +100,7 @@ class RegionDescriptor:
             "host": self.host,
             "path": self.path,
             "address": None if self.address is None else [self.address.host, self.address.port],
+            "nixl": None if self.nixl is None else self.nixl.to_wire(),
             "buffers": [[b.name, b.dtype, list(b.shape), b.offset_bytes, b.checksum] for b in self.buffers],
         }
 
@@ -89,7 +111,7 @@ class RegionDescriptor:
         address = None if wire["address"] is None else Address(str(wire["address"][0]), int(wire["address"][1]))
         return cls(
             wire["region"], wire["owner"], int(wire["generation"]), wire["token"], wire["host"], wire["path"],
-            address, buffers,
+            address, buffers, NixlTarget.from_wire(wire["nixl"]) if wire.get("nixl") else None,
         )  # fmt: skip
 
 

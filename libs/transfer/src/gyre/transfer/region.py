@@ -22,6 +22,7 @@ from gyre.transfer.errors import RegionUnknown, StaleGeneration
 HEADER_BYTES = 4096
 MAGIC = b"GYRETRF1"
 _HEADER = struct.Struct("<8s16sQQ")  # magic, token, counter, released
+USED_HEADER_BYTES = _HEADER.size
 _COUNTER_AT = 24
 _RELEASED_AT = 32
 
@@ -43,11 +44,11 @@ class Header:
             raise StaleGeneration(f"region {region!r} {state} generation {self.counter // 2}, asked for {generation}")
 
 
-def read_header(memory: mmap.mmap, region: str) -> Header:
+def read_header(memory: mmap.mmap | bytearray, region: str) -> Header:
     """Parse the header page; raises `RegionUnknown` when it is not one of ours."""
     magic, token, counter, released = _HEADER.unpack_from(memory, 0)
     if magic != MAGIC:
-        raise RegionUnknown(f"region {region!r}: the shared file has no transfer header")
+        raise RegionUnknown(f"region {region!r}: there is no transfer header where it was")
     return Header(token.hex(), counter, bool(released))
 
 
@@ -68,6 +69,16 @@ class Region:
         token = secrets.token_bytes(16)
         _HEADER.pack_into(self._memory, 0, MAGIC, token, 2, 0)
         self.token = token.hex()
+
+    @property
+    def address(self) -> int:
+        """Of the header page, which the payload follows."""
+        return int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Header page and payload."""
+        return len(self._memory)
 
     @property
     def generation(self) -> int:

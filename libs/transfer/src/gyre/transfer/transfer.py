@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gyre.transfer.backend import check_destination, host_identity, readers_for
+from gyre.transfer.backend import Reader, check_destination, host_identity
 from gyre.transfer.describe import Address, RegionDescriptor, checksum
 from gyre.transfer.errors import BackendUnavailable, ChecksumMismatch, RegionUnknown, TransferError
+from gyre.transfer.nixl import NixlBackend
+from gyre.transfer.nixl_agent import installed as nixl_installed
 from gyre.transfer.region import Region
-from gyre.transfer.tcp import TcpServer
+from gyre.transfer.shared_memory import SharedMemoryReader
+from gyre.transfer.tcp import TcpReader, TcpServer
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class TransferConfig:
     owner: unique name among live processes sharing `directory`; a restart under the same name reclaims its files.
     directory: where shared-memory files go (a tmpfs such as /dev/shm, or any directory both sides see).
     listen: address the TCP server binds; port 0 takes any. advertise: the host name others reach it by.
-    backends: readers in order of preference.
+    backends: ways to read, in order of preference (see `backends_of`); with "nixl" its regions are served by it too.
     """
 
     owner: str
@@ -36,16 +39,36 @@ class TransferConfig:
     backends: tuple[str, ...] = ("shm", "tcp")
 
 
+def backends_of(choice: str) -> tuple[str, ...]:
+    """The backends of a configured `transfer`: auto, shared_memory, tcp or nixl. Raises `BackendUnavailable`.
+
+    auto: shared memory on one host; between hosts NIXL where both sides have it, else TCP.
+    """
+    known = {
+        "auto": ("shm", "nixl", "tcp") if nixl_installed() else ("shm", "tcp"),
+        "shared_memory": ("shm",), "tcp": ("tcp",), "nixl": ("nixl",),
+    }  # fmt: skip
+    if choice not in known:
+        raise BackendUnavailable(f"transfer = {choice!r}: use one of {sorted(known)}")
+    if choice == "nixl" and not nixl_installed():
+        raise BackendUnavailable("transfer = 'nixl' needs the package nixl-cu12: install opengyre-transfer[nixl]")
+    return known[choice]
+
+
 class Transfer:
     """Registered regions of this process and reads of others'. Use as a context manager or call `close`."""
 
-    def __init__(self, config: TransferConfig) -> None:
-        """Reclaim what an earlier process of this owner left, start serving; raises `TransferError` or `OSError`."""
+    def __init__(self, config: TransferConfig, nixl: NixlBackend | None = None) -> None:
+        """Reclaim what an earlier process of this owner left, start serving; raises `TransferError` or `OSError`.
+
+        nixl: instead of this process's own agent (for tests).
+        """
         if not config.owner or "/" in config.owner or config.owner.startswith("."):
             raise TransferError(f"owner {config.owner!r} must be a plain file name")
         self._config = config
         self._host = host_identity()
-        self._readers = readers_for(config.backends, self._host)
+        self._nixl = (nixl or NixlBackend(config.owner)) if "nixl" in config.backends else None
+        self._readers = self._readers_of(config.backends)
         self._regions: dict[str, Region] = {}
         self._directory, self._lock = _claim_directory(config)
         self._server = None if config.listen is None else TcpServer(config.listen, self)
@@ -62,7 +85,7 @@ class Transfer:
 
         Registering a name again releases the earlier region: its descriptors become `RegionUnknown`.
         """
-        if self._directory is None and self._server is None:
+        if self._directory is None and self._server is None and self._nixl is None:
             raise BackendUnavailable(f"region {name!r}: this process has neither a directory nor a listen address")
         self.release(name)
         path = None
@@ -81,8 +104,9 @@ class Transfer:
             raise RegionUnknown(f"no region {name!r} is registered here; registered: {sorted(self._regions)}")
         buffers = region.describe_buffers()
         path = None if region.path is None else str(region.path)
+        nixl = None if self._nixl is None else self._nixl.export(region)
         return RegionDescriptor(
-            name, self._config.owner, region.generation, region.token, self._host, path, self._address(), buffers
+            name, self._config.owner, region.generation, region.token, self._host, path, self._address(), buffers, nixl
         )
 
     def release(self, name: str) -> None:
@@ -90,6 +114,8 @@ class Transfer:
         region = self._regions.pop(name, None)
         if region is not None:
             region.release()
+            if self._nixl is not None:
+                self._nixl.withdraw(region)
 
     async def read(
         self,
@@ -121,9 +147,20 @@ class Transfer:
             self.release(name)
         if self._server is not None:
             self._server.stop()
+        if self._nixl is not None:
+            self._nixl.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def _readers_of(self, names: tuple[str, ...]) -> tuple[Reader, ...]:
+        known: dict[str, Reader] = {"shm": SharedMemoryReader(self._host), "tcp": TcpReader()}
+        if self._nixl is not None:
+            known["nixl"] = self._nixl
+        for name in names:
+            if name not in known:
+                raise BackendUnavailable(f"unknown transfer backend {name!r}: known are 'nixl', 'shm' and 'tcp'")
+        return tuple(known[name] for name in names)
 
     def _address(self) -> Address | None:
         if self._config.listen is None:

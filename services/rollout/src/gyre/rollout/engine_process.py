@@ -21,7 +21,7 @@ from gyre.runtime import rpc
 from gyre.runtime.config import RunConfig
 from gyre.runtime.devices import DeviceLock
 from gyre.runtime.process import Process
-from gyre.transfer import Transfer, TransferConfig
+from gyre.transfer import Transfer, TransferConfig, backends_of
 
 READ_TIMEOUT_S = 300.0  # one-sided read of all weights
 
@@ -31,7 +31,7 @@ async def serve_engine(process: Process) -> None:
     cell = process.index
     if cell is None or not 0 <= cell < len(process.deployment.engines):
         raise ConfigError(f"cell = {cell}: the deployment has engines 0..{len(process.deployment.engines) - 1}")
-    with Transfer(TransferConfig(process.name)) as transfer:
+    with Transfer(TransferConfig(process.name, backends=backends_of(process.deployment.transfer))) as transfer:
         engine, loader = build_engine(process.config, process.config_dir, transfer)
         held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), loader)
         service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held))

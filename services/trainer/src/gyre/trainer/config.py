@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -42,7 +42,13 @@ class TrainerConfig:
     optimizer: OptimizerConfig
     retention: CheckpointConfig
     training: TrainingConfig = TrainingConfig()
+    reference: Path | None = None  # HF directory of the policy that a KL is taken to; None: version 0
     implementation: Literal["gyre", "transformers"] = "gyre"
+
+    @property
+    def memory_bytes(self) -> float:
+        """What backward may hold for one micro-step."""
+        return self.training.memory_gib * 2**30 or math.inf
 
     @property
     def is_core(self) -> bool:
@@ -56,15 +62,7 @@ class TrainerConfig:
 
 def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> TrainerConfig:
     """Resolve one worker's configuration; `run.policy.checkpoint` is taken as given (absolute, or from the cwd)."""
-    loss = LossConfig(
-        kind=run.loss.kind,
-        clip_low=run.loss.clip_low,
-        clip_high=run.loss.clip_high,
-        sequence_low=1.0 - run.loss.sequence_clip_low,
-        sequence_high=1.0 + run.loss.sequence_clip_high,
-        token_weight_cap=run.loss.weight_cap,
-        temperature=run.sampling.temperature,
-    )
+    loss = LossConfig(**asdict(run.loss), temperature=run.sampling.temperature)
     return TrainerConfig(
         cell=cell,
         cells=run.cells.count,
@@ -76,7 +74,7 @@ def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> Trainer
         blobs=deployment.blobs,
         total_steps=run.steps,
         rules=MembershipRules(run.burst.groups_per_step, run.burst.staleness_limit),
-        loss=loss,
+        loss=loss.resolved(),
         optimizer=run.optimizer,
         retention=run.checkpoints,
         training=run.training,

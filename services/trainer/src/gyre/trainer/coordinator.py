@@ -40,8 +40,10 @@ from gyre.trainer.core import (
     WorkerStarted,
 )
 from gyre.trainer.ledger import Ledger
+from gyre.trainer.metrics import clip_warning
 from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
 from gyre.trainer.restore import restore_weights
+from gyre.trainer.speeds import Speeds
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights
 from gyre.transfer import Transfer
 
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 
 CORE_WORKER = "core"
 LONG_POLL_S = 1.0
+LOOK_AGAIN_S = 0.1  # at what a waiting worker may claim: it depends on time too
 BACKLOG_EVERY_S = 1.0
 
 
@@ -79,6 +82,7 @@ class Coordinator:
         self._ticketing = asyncio.Lock()
         self._staging = staging_for(backend)
         self._backlog_at = 0.0
+        self._speeds = Speeds()
 
     # ------------------------------------------------------------ the loop
 
@@ -165,9 +169,8 @@ class Coordinator:
         state = self._ledger.state
         self._backend.zero_gradients()
         self._ticket = None
-        self._table = ClaimTable(
-            state.position, state.attempt, CORE_WORKER, self._config.optimizer.claim_lease_s
-        )
+        lease_s = self._config.optimizer.claim_lease_s
+        self._table = ClaimTable(state.position, state.attempt, CORE_WORKER, lease_s, self._speeds)
         await self._notify()
         return self._table
 
@@ -183,10 +186,13 @@ class Coordinator:
         table.add(plan.micro_steps)
         if plan.sealed:
             table.seal()
-        for worker in table.expire(self._clock.now()):
-            log.warning("step %d attempt %d: lease of %s ended, revoked", table.step, table.attempt, worker)
+        self._expire(table)
         if before != (table.num_micro_steps, table.sealed):
             await self._notify()
+
+    def _expire(self, table: ClaimTable) -> None:
+        for worker in table.expire(self._clock.now()):
+            log.warning("step %d attempt %d: lease of %s ended, revoked", table.step, table.attempt, worker)
 
     async def _compute(self, table: ClaimTable, ref: MicroStepRef) -> None:
         sums = await compute(self._backend, self._blobs, ref, self._clock)
@@ -203,14 +209,24 @@ class Coordinator:
         if not table.complete_sum:
             return False
         plan = self._ledger.state.plan
+        scale = self._config.loss.scale(plan.num_scored, plan.num_targets)
         rate = learning_rate(table.step, self._config.optimizer, self._config.total_steps)
         update = await asyncio.to_thread(
-            apply_update, self._backend, table, plan.num_scored, rate, self._config.optimizer.max_grad_norm
+            apply_update, self._backend, table, scale, rate, self._config.optimizer.max_grad_norm
         )
         await self._drop_table()
         await self._ledger.submit(_trained(table, update))
-        log.info("step %d: M %d, norm %.4g, loss %.4g", table.step, plan.num_scored, update.grad_norm, update.loss)
+        self._tell(table.step, plan.num_scored, update)
         return True
+
+    def _tell(self, step: int, num_scored: int, update: Update) -> None:
+        log.info(
+            "step %d: M %d, norm %.4g, loss %.4g, clip %.1f %%", step, num_scored, update.grad_norm, update.loss,
+            100 * update.metrics.get("clipped", 0.0),
+        )  # fmt: skip
+        loss = self._config.loss
+        if warning := clip_warning(update.metrics, loss.kind, (loss.clip_low, loss.clip_high)):
+            log.warning("step %d: %s", step, warning)
 
     async def _pause(self) -> None:
         """Until the ledger changes or a moment has passed (leases end without an event)."""
@@ -278,16 +294,29 @@ class Coordinator:
         if self._table is not None:
             self._table.revoke(worker)
 
-    async def claim(self, worker: str, step: int, attempt: int) -> tuple[Verdict, MicroStepRef | None]:
-        """Answers at once, except that it waits a while rather than say WAIT."""
+    async def claim(
+        self, worker: str, step: int, attempt: int, most: int = 1
+    ) -> tuple[Verdict, tuple[MicroStepRef, ...]]:
+        """Up to `most` micro-steps. Answers at once, except that it waits a while rather than say WAIT."""
         deadline = self._clock.now() + LONG_POLL_S
         while True:
-            table = self._find(step, attempt)
-            verdict, ref = (Verdict.STALE, None) if table is None else table.claim(worker, self._clock.now())
+            verdict, refs = self._claim(worker, step, attempt, most)
             remaining = deadline - self._clock.now()
             if verdict is not Verdict.WAIT or remaining <= 0:
-                return verdict, ref
-            await self._wait_for_change(remaining)
+                return verdict, refs
+            await self._wait_for_change(min(remaining, LOOK_AGAIN_S))
+
+    def _claim(self, worker: str, step: int, attempt: int, most: int) -> tuple[Verdict, tuple[MicroStepRef, ...]]:
+        table = self._find(step, attempt)
+        if table is None:
+            return Verdict.STALE, ()
+        self._expire(table)  # also while this cell computes: what a lost worker held is for whoever asks
+        return table.claim_chunk(worker, self._clock.now(), most)
+
+    def heartbeat(self, worker: str, step: int, attempt: int) -> bool:
+        """The worker is computing what it claimed; False if that counts for nothing any more."""
+        table = self._find(step, attempt)
+        return table is not None and table.heartbeat(worker, self._clock.now())
 
     def complete(self, worker: str, step: int, attempt: int, micro_step: str, sums: dict[str, float]) -> bool:
         table = self._find(step, attempt)
@@ -332,7 +361,8 @@ class Coordinator:
             "attempt": float(state.attempt),
             "groups_waiting": float(len(state.membership.waiting)),
             "unclaimed_cost": 0.0 if table is None else table.unclaimed_cost,
-        }
+            "join_s": self._speeds.join_s,
+        } | {f"speed_cell_{cell}": self._speeds.of(cell) for cell in self._speeds.work}
         by_cell = {} if table is None else table.micro_steps_by_cell()
         return gauges | {f"micro_steps_cell_{cell}": float(num) for cell, num in by_cell.items()}
 

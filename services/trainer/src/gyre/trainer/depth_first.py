@@ -41,15 +41,15 @@ class Block:
     targets: np.ndarray
 
 
-def blocks_of(micro_step: MicroStep, block_tokens: int) -> list[Block]:
-    """The unbranched runs of a forest, cut into blocks, in depth-first order."""
+def blocks_of(micro_step: MicroStep, block_tokens: int, cuts: Sequence[int] = ()) -> list[Block]:
+    """The unbranched runs of a forest, cut into blocks (also before the tokens `cuts`), in depth-first order."""
     parent = micro_step.parent
     starts = np.flatnonzero((parent != np.arange(len(parent)) - 1) | (parent < 0))
     ends = np.append(starts[1:], len(parent))
     # A token with several children ends a block: what forks off begins behind it.
-    cuts = [np.arange(a, b, block_tokens) for a, b in zip(starts, ends, strict=True)]
+    pieces = [np.arange(a, b, block_tokens) for a, b in zip(starts, ends, strict=True)]
     forks = parent[starts[parent[starts] >= 0]] + 1
-    bounds = np.unique(np.concatenate((*cuts, forks, [len(parent)])))
+    bounds = np.unique(np.concatenate((*pieces, forks, np.array(cuts, np.int64), [len(parent)])))
     scorer = parent[micro_step.target]
     order = np.argsort(scorer, kind="stable")
     edges = np.searchsorted(scorer[order], bounds)
@@ -117,15 +117,20 @@ class DepthFirst:
     """One micro-step, walked depth first. `block_tokens` bounds the graph that is held at once."""
 
     def __init__(self, model: PolicyModel, micro_step: MicroStep, temperature: float = 1.0,
-                 block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
+                 block_tokens: int = DEFAULT_BLOCK_TOKENS, cuts: Sequence[int] = ()) -> None:
         self._model, self._micro_step, self._temperature = model, micro_step, temperature
-        self._blocks = blocks_of(micro_step, block_tokens)
+        self._blocks = blocks_of(micro_step, block_tokens, cuts)
         weight = next(iter(model.parameters()))
         self._device, config = weight.device, model.config
         longest = int(micro_step.position.max(initial=-1)) + 1
         self._path = Path(config.num_layers, longest, config.num_kv_heads, config.head_dim, weight)
         self._ids_T = torch.from_numpy(micro_step.ids.astype(np.int64)).to(weight.device)
         self._positions_T = torch.from_numpy(micro_step.position.astype(np.int64)).to(weight.device)
+
+    @property
+    def path_bytes(self) -> int:
+        """Held for keys and values of one path and for their gradients."""
+        return self._path.values.nbytes + self._path.wanted.nbytes
 
     @torch.no_grad()
     def scores(self) -> TargetScores:
@@ -135,15 +140,18 @@ class DepthFirst:
         logprob_K, entropy_K = (torch.cat(found)[torch.argsort(order)] for found in zip(*parts, strict=True))
         return TargetScores(logprob_K, entropy_K)
 
-    def gradients(self, dlogprob_K: torch.Tensor, parameters: Sequence[torch.Tensor], add: Sink) -> None:
-        """Give `add` the gradients of sum(dlogprob_K * logprob_K), in pieces, in the order of `parameters`."""
+    def gradients(self, dlogprob_K: torch.Tensor, parameters: Sequence[torch.Tensor], add: Sink,
+                  dentropy_K: torch.Tensor | None = None) -> None:
+        """Give `add` the gradients of sum(dlogprob_K * logprob_K + dentropy_K * entropy_K), in pieces, in the order of
+        `parameters`."""
+        wanted = (dlogprob_K,) if dentropy_K is None else (dlogprob_K, dentropy_K)
         self._path.wanted.zero_()
         for block, is_down, has_descendants in self._walk():
             if is_down and has_descendants:
                 with torch.no_grad():
                     self._forward(block, with_gradients=False)
             elif not is_down and (has_descendants or len(block.targets)):
-                add(self._backward(block, dlogprob_K, parameters, has_descendants))
+                add(self._backward(block, wanted, parameters, has_descendants))
 
     def _walk(self) -> Iterator[tuple[Block, bool, bool]]:
         """(block, whether going down, whether it has descendants): down before, up after all that continue it."""
@@ -162,20 +170,24 @@ class DepthFirst:
         span = slice(block.start, block.end)
         return self._model(self._ids_T[span], self._positions_T[span], attention), attention
 
-    def _score(self, block: Block, hidden_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, block: Block, hidden_SE: torch.Tensor,
+               entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         target_K = self._micro_step.target[block.targets]
         scorer_K = torch.from_numpy(self._micro_step.parent[target_K].astype(np.int64) - block.start).to(self._device)
         wanted_K = self._ids_T[torch.from_numpy(target_K.astype(np.int64)).to(self._device)]
-        return score_rows(self._model, hidden_SE.index_select(0, scorer_K), wanted_K, self._temperature)
+        return score_rows(self._model, hidden_SE.index_select(0, scorer_K), wanted_K, self._temperature,
+                          entropy_gradient)
 
-    def _backward(self, block: Block, dlogprob_K: torch.Tensor, parameters: Sequence[torch.Tensor],
+    def _backward(self, block: Block, of_targets: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor],
                   has_descendants: bool) -> Sequence[torch.Tensor | None]:
         hidden_SE, attention = self._forward(block, with_gradients=True)
         outputs, wanted = [], []
         if len(block.targets):
-            logprob_K, _ = self._score(block, hidden_SE)
-            outputs.append(logprob_K)
-            wanted.append(dlogprob_K[torch.from_numpy(block.targets).to(self._device)].to(logprob_K.dtype))
+            here = torch.from_numpy(block.targets).to(self._device)
+            found = self._score(block, hidden_SE, entropy_gradient=len(of_targets) > 1)
+            for output, gradient_K in zip(found, of_targets, strict=False):
+                outputs.append(output)
+                wanted.append(gradient_K[here].to(output.dtype))
         place = slice(block.depth, block.depth + block.end - block.start)
         if has_descendants:
             for layer, pair in enumerate(attention.own):

@@ -34,6 +34,8 @@ async def worker(process: runtime.Process) -> None:
     cell, deployment = process.index, process.deployment
     config = trainer_config(process.config, deployment, cell)
     config = replace(config, policy=process.config_dir / config.policy)
+    if config.loss.kl_reference:
+        config = replace(config, reference=process.config_dir / config.loss.kl_reference)
     place = Place.of(os.environ, config.training.ranks)
     if place is not None and place.rank > 0:
         await follow_leader(config, place, process.stopping)
@@ -41,7 +43,7 @@ async def worker(process: runtime.Process) -> None:
     opened = await asyncio.to_thread(open_backend, config, place)
     backend = opened.backend
     lock = DeviceLock(config.cells_dir, cell, "trainer")
-    with open_transfer(process.name, config.cells_dir, deployment.transfers[cell]) as transfer:
+    with open_transfer(process.name, config.cells_dir, deployment.transfers[cell], deployment.transfer) as transfer:
         service = await open_ledger(process, config, lambda trace: shell.attend(trace))
         parts = (transfer, process.blobs, lock, process.clock)
         coordinator = Coordinator(config, service, backend, opened.policy, *parts) if config.is_core else None

@@ -53,13 +53,21 @@ class TrainerService(pb_grpc.TrainerServiceServicer):
 
     async def Claim(self, request: pb.ClaimRequest, context: grpc.aio.ServicerContext) -> pb.ClaimResponse:
         core = await self._core(context)
-        verdict, ref = await core.claim(request.worker, request.step, request.attempt)
-        if ref is None:
+        most = max(request.max_micro_steps, 1)
+        verdict, refs = await core.claim(request.worker, request.step, request.attempt, most)
+        if not refs:
             return pb.ClaimResponse(verdict=_TO_WIRE[verdict])
+        first, *more = (_work(ref) for ref in refs)
         return pb.ClaimResponse(
-            verdict=_TO_WIRE[verdict], micro_step=ref.micro_step, digest=ref.digest, blob_path=ref.blob.path,
-            blob_size=ref.blob.size,
+            verdict=_TO_WIRE[verdict], micro_step=first.micro_step, digest=first.digest, blob_path=first.blob_path,
+            blob_size=first.blob_size, more=more,
         )  # fmt: skip
+
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: grpc.aio.ServicerContext
+    ) -> pb.HeartbeatResponse:
+        core = await self._core(context)
+        return pb.HeartbeatResponse(accepted=core.heartbeat(request.worker, request.step, request.attempt))
 
     async def Complete(self, request: pb.CompleteRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
         core = await self._core(context)
@@ -105,13 +113,17 @@ class CoreClient:
     async def leave(self, cell: int, worker: str) -> None:
         await self._call(self._stub.Leave, pb.LeaveRequest(cell=cell, worker=worker))
 
-    async def claim(self, worker: str, step: int, attempt: int) -> tuple[Verdict, MicroStepRef | None]:
-        answer = await self._call(self._stub.Claim, pb.ClaimRequest(worker=worker, step=step, attempt=attempt))
+    async def claim(
+        self, worker: str, step: int, attempt: int, most: int
+    ) -> tuple[Verdict, tuple[MicroStepRef, ...]]:
+        request = pb.ClaimRequest(worker=worker, step=step, attempt=attempt, max_micro_steps=most)
+        answer = await self._call(self._stub.Claim, request)
         verdict = _FROM_WIRE.get(answer.verdict, Verdict.WAIT)
-        if verdict is not Verdict.WORK:
-            return verdict, None
-        blob = BlobRef(answer.blob_path, answer.digest, answer.blob_size)
-        return verdict, MicroStepRef(answer.micro_step, answer.digest, 0.0, 0, 0, 0, blob)
+        return verdict, tuple(_ref(work) for work in (answer, *answer.more)) if verdict is Verdict.WORK else ()
+
+    async def heartbeat(self, worker: str, step: int, attempt: int) -> bool:
+        request = pb.HeartbeatRequest(worker=worker, step=step, attempt=attempt)
+        return (await self._call(self._stub.Heartbeat, request)).accepted
 
     async def complete(
         self, worker: str, step: int, attempt: int, micro_step: str, seconds: float, sums: dict[str, float]
@@ -135,3 +147,13 @@ class CoreClient:
             return await method(request)
         except grpc.aio.AioRpcError as error:
             raise CoreUnreachable(f"core: {error.code().name}: {error.details()}") from error
+
+
+def _work(ref: MicroStepRef) -> pb.Work:
+    return pb.Work(micro_step=ref.micro_step, digest=ref.digest, blob_path=ref.blob.path, blob_size=ref.blob.size)
+
+
+def _ref(work: pb.Work | pb.ClaimResponse) -> MicroStepRef:
+    """What a satellite needs to fetch and verify it; what it costs is the core's business."""
+    blob = BlobRef(work.blob_path, work.digest, work.blob_size)
+    return MicroStepRef(work.micro_step, work.digest, 0.0, 0, 0, 0, blob)

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 from gyre.contracts.errors import GyreError
 from gyre.contracts.events import MicroStepRef
 from gyre.runtime.blobs import BlobStore
@@ -29,13 +29,15 @@ from gyre.trainer.config import DEVICE_POLL_S, READ_TIMEOUT_S, TrainerConfig
 from gyre.trainer.coordinator import Admission
 from gyre.trainer.core import DevicesReleased, DevicesTaken, WorkerStarted
 from gyre.trainer.ledger import Ledger
-from gyre.trainer.reduce import gradient_region
-from gyre.trainer.weights import descriptor_text, pull_weights
+from gyre.trainer.reduce import GRADIENTS, export_sum, withdraw_sum
+from gyre.trainer.weights import pull_weights
 from gyre.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.25
+MAX_CHUNK = 4  # micro-steps per claim; near the end of a step the core gives fewer
+HEARTBEATS_PER_LEASE = 4
 
 
 class CoreUnreachable(GyreError):
@@ -49,7 +51,11 @@ class CorePeer(Protocol):
 
     async def leave(self, cell: int, worker: str) -> None: ...
 
-    async def claim(self, worker: str, step: int, attempt: int) -> tuple[Verdict, MicroStepRef | None]: ...
+    async def claim(
+        self, worker: str, step: int, attempt: int, most: int
+    ) -> tuple[Verdict, tuple[MicroStepRef, ...]]: ...
+
+    async def heartbeat(self, worker: str, step: int, attempt: int) -> bool: ...
 
     async def complete(
         self, worker: str, step: int, attempt: int, micro_step: str, seconds: float, sums: dict[str, float]
@@ -141,21 +147,23 @@ class Satellite:
     async def _work(self, epoch: int, member: _Membership) -> None:
         try:
             while self._assigned(epoch):
-                verdict, ref = await self._core.claim(member.worker, member.step, member.attempt)
+                verdict, refs = await self._core.claim(member.worker, member.step, member.attempt, MAX_CHUNK)
                 if verdict is Verdict.STALE:
                     return
-                if verdict is Verdict.WORK and ref is not None:
-                    await self._compute(member, ref)
-                elif verdict is Verdict.REDUCE:
+                for ref in refs:
+                    if self._assigned(epoch):
+                        await self._compute(member, ref)
+                if verdict is Verdict.REDUCE:
                     await self._offer(member)
         finally:
-            self._transfer.release(gradient_region(member.step, member.attempt))
+            withdraw_sum(self._transfer)
         with contextlib.suppress(CoreUnreachable):
             await self._core.leave(self._config.cell, member.worker)
 
     async def _compute(self, member: _Membership, ref: MicroStepRef) -> None:
         started = self._clock.now()
-        sums = await compute(self._backend, self._blobs, ref, self._clock)
+        async with self._heartbeats(member):
+            sums = await compute(self._backend, self._blobs, ref, self._clock)
         seconds = self._clock.now() - started
         member.done.add(ref.micro_step)
         if not await self._core.complete(
@@ -163,13 +171,25 @@ class Satellite:
         ):
             raise GyreError(f"{ref.micro_step} was refused: this worker was revoked from attempt {member.attempt}")
 
+    @asynccontextmanager
+    async def _heartbeats(self, member: _Membership) -> AsyncIterator[None]:
+        """Keep the lease while a micro-step is computed on its thread, however long it takes."""
+
+        async def beat() -> None:
+            while True:
+                await self._clock.sleep(self._config.optimizer.claim_lease_s / HEARTBEATS_PER_LEASE)
+                with contextlib.suppress(CoreUnreachable):
+                    await self._core.heartbeat(member.worker, member.step, member.attempt)
+
+        beating = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
     async def _offer(self, member: _Membership) -> None:
-        name = gradient_region(member.step, member.attempt)
-        shapes = self._backend.gradient_shapes()
-        region = self._transfer.register(name, {n: np.zeros(s, d) for n, (s, d) in shapes.items()})
-        with region.rewriting() as arrays:
-            self._backend.export_gradients(arrays)
-        text = descriptor_text(self._transfer.describe(name))
+        text = export_sum(self._transfer, self._backend, member.step, member.attempt, member.done)
         if not await self._core.offer(member.worker, member.step, member.attempt, frozenset(member.done), text):
             raise GyreError(f"offer for step {member.step} attempt {member.attempt} was refused")
 
@@ -177,6 +197,7 @@ class Satellite:
         epoch = self._ledger.state.cell.epoch
         with span("gyre.train.release", self._transition, gyre__cell__id=self._config.cell, gyre__cell__epoch=epoch):
             await asyncio.to_thread(self._backend.sleep)
+            self._transfer.release(GRADIENTS)  # host memory that the engine can use
             self._lock.give_back()
             if self._ledger.state.cell.owes_release:
                 await self._ledger.submit(DevicesReleased(self._ledger.state.cell.epoch, self.version))

@@ -44,8 +44,13 @@ class Plan:
 
     @property
     def num_scored(self) -> int:
-        """M: what the sum of gradients is divided by."""
+        """M: executions that count in the step."""
         return sum(g.num_scored for g in self.groups)
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of the step's micro-steps, as they were sealed."""
+        return sum(ref.num_targets for ref in self.micro_steps)
 
     @property
     def micro_steps(self) -> tuple[MicroStepRef, ...]:

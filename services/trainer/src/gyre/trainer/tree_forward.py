@@ -113,36 +113,43 @@ def choose_attention(micro_step: MicroStep, device: torch.device | str = "cpu") 
 
 @dataclass(frozen=True)
 class TargetScores:
-    """logprob_K with gradient and entropy_K without, of the micro-step's targets in order."""
+    """logprob_K with gradient and entropy_K (with gradient where it was asked for), of the targets in order."""
 
     logprob_K: torch.Tensor
     entropy_K: torch.Tensor
 
 
 def score_targets(
-    model: PolicyModel, micro_step: MicroStep, attention: Attention, temperature: float = 1.0
+    model: PolicyModel,
+    micro_step: MicroStep,
+    attention: Attention,
+    temperature: float = 1.0,
+    *,
+    entropy_gradient: bool = False,
+    layer_checkpoints: bool = False,
 ) -> TargetScores:
     """Log-probs of the targets on the tree; logits exist for targets only, in at least float32."""
     device = next(iter(model.parameters())).device
     ids_T = torch.from_numpy(micro_step.ids.astype(np.int64)).to(device)
     positions_T = torch.from_numpy(micro_step.position.astype(np.int64)).to(device)
-    hidden_TE = model(ids_T, positions_T, attention)
+    hidden_TE = model(ids_T, positions_T, attention, layer_checkpoints)
     target_K = torch.from_numpy(micro_step.target.astype(np.int64)).to(device)
     scorer_K = torch.from_numpy(micro_step.parent[micro_step.target].astype(np.int64)).to(device)
-    return TargetScores(*score_rows(model, hidden_TE.index_select(0, scorer_K), ids_T[target_K], temperature))
+    hidden_KE = hidden_TE.index_select(0, scorer_K)
+    return TargetScores(*score_rows(model, hidden_KE, ids_T[target_K], temperature, entropy_gradient))
 
 
 def score_rows(
-    model: PolicyModel, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    model: PolicyModel, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logprob_N of `ids_N` under each hidden state, with gradient, and entropy_N without.
+    """logprob_N of `ids_N` under each hidden state, with gradient, and entropy_N, with one if asked for.
 
     Logits exist for LOGITS_CHUNK rows at a time, in at least float32; backward makes them again.
     """
     if len(ids_N) <= LOGITS_CHUNK:
-        return _score_chunk(model, hidden_NE, ids_N, temperature)
+        return _score_chunk(model, hidden_NE, ids_N, temperature, entropy_gradient)
     parts = [
-        checkpoint(_score_chunk, model, hidden, ids, temperature, use_reentrant=False)
+        checkpoint(_score_chunk, model, hidden, ids, temperature, entropy_gradient, use_reentrant=False)
         for hidden, ids in zip(hidden_NE.split(LOGITS_CHUNK), ids_N.split(LOGITS_CHUNK), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -150,11 +157,11 @@ def score_rows(
 
 
 def _score_chunk(
-    model: PolicyModel, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    model: PolicyModel, hidden_NE: torch.Tensor, ids_N: torch.Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_NV = model.logits(hidden_NE)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     logprobs_NV = F.log_softmax(logits_NV, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     return logprobs_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1), entropy_N

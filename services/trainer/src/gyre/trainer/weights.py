@@ -15,7 +15,7 @@ import torch
 from gyre.contracts.errors import ConfigError
 from gyre.policy.checkpoint import state_digest
 from gyre.runtime.config import Endpoint
-from gyre.transfer import Address, RegionDescriptor, Transfer, TransferConfig, TransferError
+from gyre.transfer import Address, RegionDescriptor, Transfer, TransferConfig, TransferError, backends_of
 from gyre.transfer.tensors import arrays_of, tensors_of
 
 TRAINING = "weights"
@@ -31,13 +31,17 @@ class WeightsTicket:
     transfer: str
 
 
-def open_transfer(owner: str, cells_dir: Path, endpoint: Endpoint) -> Transfer:
-    """This worker's transfer server: files beside the cells' locks, TCP at the deployment's endpoint (host:port)."""
+def open_transfer(owner: str, cells_dir: Path, endpoint: Endpoint, choice: str = "auto") -> Transfer:
+    """This worker's transfer server: files beside the cells' locks, TCP at the deployment's endpoint (host:port).
+
+    choice: the deployment's `transfer`, how this worker reads; NIXL serves its regions too where it is a choice.
+    """
     host, port = _split(endpoint.listen)
     advertised, advertised_port = _split(endpoint.address)
     if port and port != advertised_port:
         raise ConfigError(f"transfers: {endpoint.listen!r} is announced as {endpoint.address!r}; the ports must agree")
-    return Transfer(TransferConfig(owner, cells_dir / "transfer", Address(host, port), advertised))
+    backends = backends_of(choice)
+    return Transfer(TransferConfig(owner, cells_dir / "transfer", Address(host, port), advertised, backends))
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -74,4 +78,8 @@ def descriptor_text(descriptor: RegionDescriptor) -> str:
 
 
 def descriptor_of(text: str) -> RegionDescriptor:
-    return RegionDescriptor.from_wire(json.loads(text))
+    """What a peer said; raises `TransferError` for anything that is no descriptor."""
+    try:
+        return RegionDescriptor.from_wire(json.loads(text))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise TransferError(f"not a transfer descriptor: {text[:80]!r}: {error!r}") from error

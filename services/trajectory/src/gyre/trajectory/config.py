@@ -32,5 +32,5 @@ def trajectory_config(run: str, config: RunConfig) -> TrajectoryConfig:
     budget = Budget(admission.token_budget, admission.pairs_budget, admission.cost_per_token, admission.cost_per_pair)
     return TrajectoryConfig(
         run, config.policy.name, admission.max_paths, admission.order or ROLE_ORDERS[admission.preset],
-        admission.advantage, budget, admission.harness, bool(loss.kl_coefficient or loss.entropy_coefficient),
+        admission.advantage, budget, admission.harness, loss.trains_zero_advantage,
         admission.train_unseen)

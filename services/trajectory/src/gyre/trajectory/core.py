@@ -84,21 +84,26 @@ class TrajectoryCore:
             state.count("not_taken.unknown-execution")
             return
         execution = group.executions.setdefault(event.execution, ExecutionState())
+        trusted = execution.log.refusal is None
         if isinstance(event, CallRecorded):
             self._recorded(state, execution, event)
         elif isinstance(event, ExecutionTerminated):
             self._terminated(state, execution, event, now)
         else:
             self._judged(state, execution, event)
+        execution.settle()  # the last record, or the end, may show that one waits for a base that never was
+        if trusted:
+            self._count_refusal(state, execution)
+
+    def _count_refusal(self, state: State, execution: ExecutionState) -> None:
+        if execution.log.refusal is not None:
+            state.count(f"refused.{execution.log.refusal.reason}")
 
     def _recorded(self, state: State, execution: ExecutionState, event: CallRecorded) -> None:
-        trusted = execution.log.refusal is None
         if execution.log.add(event):
             execution.unkept.append(event)
         else:
             state.count("not_taken.duplicate")
-        if trusted and execution.log.refusal is not None:
-            state.count(f"refused.{execution.log.refusal.reason}")
 
     def _terminated(self, state: State, execution: ExecutionState, event: ExecutionTerminated, now: float) -> None:
         if execution.terminated is not None:
@@ -120,7 +125,7 @@ class TrajectoryCore:
                        if e.awaits_records and now - e.terminated_at > self._config.record_timeout_s]
             for execution in overdue:
                 execution.log.close(execution.terminated.num_calls if execution.terminated else 0)
-                state.count("refused.missing-calls")
+                self._count_refusal(state, execution)
             if overdue:
                 effects += self._complete(state, name)
         return effects

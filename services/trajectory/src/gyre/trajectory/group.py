@@ -16,6 +16,7 @@ Verdict = ExecutionScored | ExecutionUnscorable
 
 EPSILON = 1e-6  # added to the standard deviation
 FLAT = 1e-6  # rewards that differ by less, relative to their size, are equal
+MAX_REWARD = 1e30  # larger ones are a fault of their evaluator: squared, or as float32 advantages, they would be infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,9 @@ def standing(terminated: ExecutionTerminated, verdict: Verdict | None, quarantin
         return Standing("unscorable", reason=verdict.reason)
     if verdict.placeholder:
         return Standing("placeholder", reason="nothing gradable")
-    if not math.isfinite(verdict.reward):
-        return Standing("unscorable", reason=f"reward {verdict.reward} is not finite")
+    if not abs(verdict.reward) <= MAX_REWARD:
+        what = f"beyond {MAX_REWARD:g}" if math.isfinite(verdict.reward) else "not finite"
+        return Standing("unscorable", reason=f"reward {verdict.reward} is {what}")
     return Standing("scored", verdict.reward)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from gyre.contracts.codec import pack
 from gyre.contracts.digest import TokenChain
 from gyre.contracts.events import CallRecorded, call_fault
 
@@ -187,11 +188,8 @@ def _extend(chain: TokenChain, ids: np.ndarray) -> tuple[TokenChain, tuple[Token
 
 
 def _same(one: CallRecorded, other: CallRecorded) -> bool:
-    """Equal in everything a tree is made of. The digest covers the tokens."""
-    def key(r: CallRecorded) -> tuple[object, ...]:
-        return r.index, r.base_call, r.keep_len, r.prompt_len, len(r.output_ids), r.digest, r.model, r.spans
-
-    return key(one) == key(other) and np.array_equal(one.behaviour_logprobs, other.behaviour_logprobs)
+    """Whether two records of one call are one: what differs would make the tree, or a role, depend on which came first."""
+    return one is other or pack(one) == pack(other)
 
 
 def _logprobs_fit(record: CallRecorded) -> bool:

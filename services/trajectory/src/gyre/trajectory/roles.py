@@ -3,10 +3,10 @@
 Explicit word of the harness comes first (`said.py` knows what the harnesses say), then the stream alone, call by call
 in the order of the gateway:
 
-1. a call that holds the whole prompt with which its base's context began is of that context: of its agent;
-2. a context that quotes the whole answer of an earlier call goes on with that call's agent, and that call was a summary;
-3. a context that replays an earlier answer as the assistant's goes on with that call's agent;
-4. a context whose first user text is an argument of a call's open tool call is a sub-agent of that call's agent;
+1. a context that quotes the whole answer of an earlier call goes on with that call's agent, and that call was a summary;
+2. a context whose first user text is an argument of a call's open tool call is a sub-agent of that call's agent;
+3. a call that holds the whole prompt with which its base's context began is of that context: of its agent;
+4. a context that replays an earlier answer as the assistant's goes on with that call's agent;
 5. the first context is the main agent's; any other is taken as the main agent's, and counted as unknown.
 
 Order of arrival is never used: sub-agents run beside one another.
@@ -87,10 +87,7 @@ class HarnessRoles:
     def _read(self, call: Call, reading: _Reading) -> None:
         record = call.record
         said = self._said(record)
-        context = _continued(record, reading.contexts)
-        known: KnownBy = "stream"
-        if context is None:
-            context, known = self._opened(record, reading)
+        context, known = self._placed(record, reading)
         if said is not None and said.agent is not None:
             # Of agents that are only named, the first to speak is the main one.
             is_sub = said.is_sub if said.is_sub is not None else reading.subs.get(said.agent, bool(reading.subs))
@@ -107,17 +104,21 @@ class HarnessRoles:
     def _said(self, record: CallRecorded) -> Said | None:
         return next((said for said in (read(record) for read in self._readers) if said is not None), None)
 
-    def _opened(self, record: CallRecorded, reading: _Reading) -> tuple[_Context, KnownBy]:
-        """The context that `record` begins."""
+    def _placed(self, record: CallRecorded, reading: _Reading) -> tuple[_Context, KnownBy]:
+        """The context that `record` begins or goes on with. What it shows comes before where its tokens hang: two contexts
+        may begin with the same prompt."""
         evidence, length = record.evidence, record.prompt_len
         quoted = [name for name in evidence.quotes if name in reading.contexts]
         if quoted:
             reading.summaries.add(quoted[-1])
             return replace(reading.contexts[quoted[-1]], length=length), "stream"
-        if evidence.replays in reading.contexts:
-            return replace(reading.contexts[evidence.replays], length=length), "stream"
         if evidence.task_of in reading.contexts:
             return _Context(length, f"sub-{record.index}", is_sub=True), "stream"
+        continued = _continued(record, reading.contexts)
+        if continued is not None:
+            return continued, "stream"
+        if evidence.replays in reading.contexts:
+            return replace(reading.contexts[evidence.replays], length=length), "stream"
         return _Context(length, MAIN, is_sub=False), "unknown" if reading.contexts else "stream"
 
     def _role(self, name: str, reading: _Reading) -> CallRole:

@@ -28,7 +28,7 @@ from gyre.rollout.gateway.messages import (
     chains,
 )
 from gyre.rollout.gateway.render import Prompt, Renderer
-from gyre.rollout.gateway.session import NOTHING_SHOWN, PendingCall, Session, request_key
+from gyre.rollout.gateway.session import PendingCall, Session, request_key
 from gyre.rollout.gateway.tools import ToolFormat, parse_tool_calls, safe_length
 from gyre.rollout.router import EngineRefused, Job, Output, Router
 from gyre.runtime import telemetry
@@ -209,7 +209,6 @@ class Calls:
         """The record of a call whose prompt hangs at `place`. Raises EngineError if the engine's parts do not fit."""
         session, said = ask.session, ask.evidence
         ids, logprobs, behaviour = output.arrays()
-        found = replace(NOTHING_SHOWN, continues=True) if place.continues else shown
         record = CallRecorded(
             execution=session.spec.execution, group=session.spec.group, call=call, index=session.num_recorded,
             base_call=place.base.call if place.base else None, keep_len=place.keep_len, prompt_len=len(prompt.ids),
@@ -217,7 +216,7 @@ class Calls:
             behaviour_logprobs=behaviour, spans=output.spans(), finish_reason=output.finish or "stop",
             digest=digest, model=self.settings.model, role_class=said.role_class,
             lineage=said.lineage, sampling=job.sampling, cell=output.cell,
-            evidence=replace(found, tags=dict(said.tags)))
+            evidence=replace(shown, tags=dict(said.tags), continues=place.continues))
         fault = call_fault(record)
         if fault:
             self.num_faulty += 1

@@ -162,11 +162,14 @@ class Session:
     def shown(self, messages: Sequence[Message], earlier: Node | None, place: Place) -> CallEvidence:
         """What a request shows of earlier calls, without tags. What it shows or goes on with has reached the harness.
 
-        `earlier`: the call whose messages and answer begin the request; `place`: where its prompt hangs.
+        `earlier`: the call whose messages and answer begin the request; `place`: where its prompt hangs. A request without
+        an answer in it is looked at also where its prompt was seen before: agents that are sent with the same words, or
+        summaries that say the same, open contexts of their own.
         """
         if earlier is not None:
             self.deliveries.reached(earlier.call)
-        found = NOTHING_SHOWN if place.continues or not self._nodes else self.provenance.look(messages)
+        opens = not place.continues or all(m.role != "assistant" for m in messages)
+        found = self.provenance.look(messages) if opens and self._nodes else NOTHING_SHOWN
         self._note_shown(place.base, place.keep_len, found)
         return found
 

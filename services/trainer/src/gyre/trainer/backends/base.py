@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from gyre.contracts.microstep import MicroStep
+from gyre.policy.model import PolicyModel
+from gyre.trainer.loss import LossConfig
 
 
 class Backend(Protocol):
@@ -27,7 +30,7 @@ class Backend(Protocol):
     def zero_gradients(self) -> None: ...
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
-        """Add the micro-step's gradient; all or nothing. Returns metric sums over its targets."""
+        """Add the micro-step's gradient; all or nothing. Returns sums for `gyre.trainer.metrics`."""
         ...
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -43,7 +46,7 @@ class Backend(Protocol):
         ...
 
     def update(self, scale: float, learning_rate: float, max_grad_norm: float) -> float:
-        """Scale the sum once, clip, update, zero; returns the norm before clipping (not finite: nothing was done)."""
+        """Scale the sum once, clip, update, zero; returns the norm before clipping (0 or not finite: nothing was done)."""
         ...
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -68,3 +71,14 @@ def check_tensors(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
             raise ValueError(f"weights: {name} is missing; it must be there with shape {list(shape)}")
         if tuple(state[name].shape) != shape:
             raise ValueError(f"weights: {name} has shape {list(state[name].shape)}, must be {list(shape)}")
+
+
+def reference_policy(model: PolicyModel, loss: LossConfig, reference: PolicyModel | None) -> PolicyModel | None:
+    """The policy that a KL is taken to, without gradients: `reference`, else a copy of `model` as it is now; None if
+    the loss has no such term."""
+    if not loss.has_reference_policy:
+        return None
+    kept = reference or copy.deepcopy(model)
+    for parameter in kept.parameters():
+        parameter.requires_grad_(False)
+    return kept

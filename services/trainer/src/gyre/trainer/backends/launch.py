@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -127,7 +127,9 @@ def open_backend(config: TrainerConfig, place: Place | None) -> Opened:
     policy = ForeignPolicy.of(config.policy) if config.implementation == "transformers" else load_config(config.policy)
     if config.training.backend == "torch" and config.training.ranks == 1:
         optimizer = config.optimizer if config.is_core else None
-        return Opened(TorchBackend(load_model(config), config.loss, optimizer, config.device), policy)
+        model = load_model(config)
+        backend = TorchBackend(model, config.loss, optimizer, config.device, load_reference(config, model), config.memory_bytes)
+        return Opened(backend, policy)
     followers = None
     if place is None:
         store = Path(tempfile.mkdtemp(prefix="ranks-", dir=_made(config.cells_dir / str(config.cell)))) / "store"
@@ -184,16 +186,27 @@ def rank_backend(config: TrainerConfig, place: Place) -> RankBackend:
     if kind == "torch":
         from gyre.trainer.backends.replicas import ReplicatedBackend
 
-        return ReplicatedBackend(model, config.loss, optimizer, device)
+        return ReplicatedBackend(model, config.loss, optimizer, device, load_reference(config, model), config.memory_bytes)
     if kind == "fsdp":
         from gyre.trainer.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(model, config.loss, optimizer, device, stage)
+        return FsdpBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("training.backend = 'deepspeed': it is not installed; install opengyre-trainer[deepspeed]")
     from gyre.trainer.backends.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(model, config.loss, optimizer, device, stage)
+    return DeepSpeedBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
+
+
+def load_reference(config: TrainerConfig, model: PolicyModel) -> PolicyModel | None:
+    """The policy that a KL is taken to, where that is not version 0. Raises ConfigError if it has another vocabulary."""
+    if config.reference is None or not config.loss.has_reference_policy:
+        return None
+    other = load_model(replace(config, policy=config.reference))
+    if other.config.vocab_size != model.config.vocab_size:
+        raise ConfigError(f"loss.kl_reference = {str(config.reference)!r}: has {other.config.vocab_size} tokens in its "
+                          f"vocabulary, the policy {model.config.vocab_size}")
+    return other
 
 
 def load_model(config: TrainerConfig) -> PolicyModel:

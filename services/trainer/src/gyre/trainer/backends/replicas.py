@@ -6,6 +6,7 @@ the leader when they are asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,9 +22,12 @@ from gyre.trainer.loss import LossConfig
 class ReplicatedBackend:
     """`gyre.trainer.backends.ranks.RankBackend` of which each rank is a `TorchBackend`."""
 
-    def __init__(self, decoder: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu") -> None:
+    def __init__(
+        self, decoder: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
+        reference: PolicyModel | None = None, memory_bytes: float = math.inf,
+    ) -> None:  # fmt: skip
         self._leads = dist.get_rank() == 0
-        self._one = TorchBackend(decoder, loss, optimizer if self._leads else None, device)
+        self._one = TorchBackend(decoder, loss, optimizer if self._leads else None, device, reference, memory_bytes)
 
     def wake(self) -> None:
         self._one.wake()

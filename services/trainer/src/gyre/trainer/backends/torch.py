@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,9 +10,9 @@ import torch
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
-from gyre.trainer.backends.base import check_tensors
+from gyre.trainer.backends.base import check_tensors, reference_policy
 from gyre.trainer.loss import LossConfig
-from gyre.trainer.tree_loss import tree_loss
+from gyre.trainer.tree_training import TreeTraining, sink_into
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -23,9 +24,11 @@ class TorchBackend:
     """
 
     def __init__(
-        self, decoder: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu"
-    ) -> None:
-        """`optimizer` is given to the core only; a satellite has none."""
+        self, decoder: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
+        reference: PolicyModel | None = None, memory_bytes: float = math.inf,
+    ) -> None:  # fmt: skip
+        """`optimizer` is given to the core only; a satellite has none. `reference`: the policy that a KL is taken to;
+        without one it is `decoder` as it is given here. `memory_bytes`: what one micro-step may hold for backward."""
         self._device = torch.device(device)
         self.decoder = decoder
         self._loss = loss
@@ -33,6 +36,8 @@ class TorchBackend:
         dtype = next(iter(self._parameters.values())).dtype
         self._sum_dtype = torch.promote_types(dtype, torch.float32)
         self._sums = {n: torch.zeros_like(p, dtype=self._sum_dtype) for n, p in self._parameters.items()}
+        self._reference = reference_policy(decoder, loss, reference)
+        self._training = TreeTraining(decoder, loss, memory_bytes, self._reference)
         self._optimizer = None if optimizer is None else self._make_optimizer(optimizer)
 
     def wake(self) -> None:
@@ -49,7 +54,9 @@ class TorchBackend:
             return
         moments = [] if self._optimizer is None else [s[k] for s in self._optimizer.state.values() for k in MOMENTS[:2]]
         masters = [] if self._optimizer is None else list(self._masters.values())
-        for tensor in {id(t): t for t in (*self._parameters.values(), *masters, *self._sums.values(), *moments)}.values():
+        beside = [] if self._reference is None else list(self._reference.parameters())
+        moved = (*self._parameters.values(), *masters, *self._sums.values(), *moments, *beside)
+        for tensor in {id(t): t for t in moved}.values():
             tensor.data = tensor.data.to(device)
 
     def zero_gradients(self) -> None:
@@ -57,12 +64,7 @@ class TorchBackend:
             total.zero_()
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
-        output = tree_loss(self.decoder, micro_step, self._loss)
-        grads = torch.autograd.grad(output.loss, list(self._parameters.values()), allow_unused=True)
-        for total, grad in zip(self._sums.values(), grads, strict=True):
-            if grad is not None:
-                total.add_(grad)
-        return output.sums
+        return self._training.accumulate(micro_step, sink_into(self._sums))
 
     def sums(self) -> list[torch.Tensor]:
         """The gradient sums themselves, in the order of the parameters."""
@@ -83,8 +85,8 @@ class TorchBackend:
         if self._optimizer is None:
             raise RuntimeError("only the core cell's backend has an optimizer")
         norm = torch.stack([total.mul_(scale).norm() for total in self._sums.values()]).norm()
-        if torch.isfinite(norm):
-            self._apply(learning_rate, min(1.0, max_grad_norm / float(norm)) if max_grad_norm > 0 and norm else 1.0)
+        if torch.isfinite(norm) and norm > 0:  # a gradient of 0 has nothing to say; AdamW would move all the same
+            self._apply(learning_rate, min(1.0, max_grad_norm / float(norm)) if max_grad_norm > 0 else 1.0)
         self.zero_gradients()
         return float(norm)
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gyre.proto.common.v1 import status_pb2 as gyre_dot_proto_dot_common_dot_v1_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#gyre/proto/trainer/v1/service.proto\x12\x15gyre.proto.trainer.v1\x1a!gyre/proto/common/v1/status.proto\"L\n\x0bJoinRequest\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\x05\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x10\n\x08transfer\x18\x04 \x01(\t\"\x9b\x01\n\x0cJoinResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\x10\n\x08transfer\x18\x05 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\x08\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x15\n\rretry_after_s\x18\x08 \x01(\x01\",\n\x0cLeaveRequest\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\x05\x12\x0e\n\x06worker\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\"=\n\x0c\x43laimRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xc3\x02\n\rClaimResponse\x12=\n\x07verdict\x18\x01 \x01(\x0e\x32,.gyre.proto.trainer.v1.ClaimResponse.Verdict\x12\x12\n\nmicro_step\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tblob_path\x18\x04 \x01(\t\x12\x11\n\tblob_size\x18\x05 \x01(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x15\n\rretry_after_s\x18\x07 \x01(\x01\"\x80\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_WORK\x10\x01\x12\x10\n\x0cVERDICT_WAIT\x10\x02\x12\x12\n\x0eVERDICT_REDUCE\x10\x03\x12\x11\n\rVERDICT_STALE\x10\x04\x12\x11\n\rVERDICT_LEAVE\x10\x05\"\xdb\x01\n\x0f\x43ompleteRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x12\n\nmicro_step\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x44\n\x07metrics\x18\x06 \x03(\x0b\x32\x33.gyre.proto.trainer.v1.CompleteRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"$\n\x10\x43ompleteResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"\x8a\x01\n\x0cOfferRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x13\n\x0bmicro_steps\x18\x04 \x03(\t\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x03\"!\n\rOfferResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x32\x8a\x04\n\x0eTrainerService\x12O\n\x04Join\x12\".gyre.proto.trainer.v1.JoinRequest\x1a#.gyre.proto.trainer.v1.JoinResponse\x12R\n\x05Leave\x12#.gyre.proto.trainer.v1.LeaveRequest\x1a$.gyre.proto.trainer.v1.LeaveResponse\x12R\n\x05\x43laim\x12#.gyre.proto.trainer.v1.ClaimRequest\x1a$.gyre.proto.trainer.v1.ClaimResponse\x12[\n\x08\x43omplete\x12&.gyre.proto.trainer.v1.CompleteRequest\x1a\'.gyre.proto.trainer.v1.CompleteResponse\x12R\n\x05Offer\x12#.gyre.proto.trainer.v1.OfferRequest\x1a$.gyre.proto.trainer.v1.OfferResponse\x12N\n\tGetStatus\x12#.gyre.proto.common.v1.StatusRequest\x1a\x1c.gyre.proto.common.v1.Statusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#gyre/proto/trainer/v1/service.proto\x12\x15gyre.proto.trainer.v1\x1a!gyre/proto/common/v1/status.proto\"L\n\x0bJoinRequest\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\x05\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x10\n\x08transfer\x18\x04 \x01(\t\"\x9b\x01\n\x0cJoinResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\x10\n\x08transfer\x18\x05 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\x08\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x15\n\rretry_after_s\x18\x08 \x01(\x01\",\n\x0cLeaveRequest\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\x05\x12\x0e\n\x06worker\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\"V\n\x0c\x43laimRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x17\n\x0fmax_micro_steps\x18\x04 \x01(\x05\"P\n\x04Work\x12\x12\n\nmicro_step\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x11\n\tblob_path\x18\x03 \x01(\t\x12\x11\n\tblob_size\x18\x04 \x01(\x03\"A\n\x10HeartbeatRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"%\n\x11HeartbeatResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"\xee\x02\n\rClaimResponse\x12=\n\x07verdict\x18\x01 \x01(\x0e\x32,.gyre.proto.trainer.v1.ClaimResponse.Verdict\x12\x12\n\nmicro_step\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tblob_path\x18\x04 \x01(\t\x12\x11\n\tblob_size\x18\x05 \x01(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x15\n\rretry_after_s\x18\x07 \x01(\x01\x12)\n\x04more\x18\x08 \x03(\x0b\x32\x1b.gyre.proto.trainer.v1.Work\"\x80\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_WORK\x10\x01\x12\x10\n\x0cVERDICT_WAIT\x10\x02\x12\x12\n\x0eVERDICT_REDUCE\x10\x03\x12\x11\n\rVERDICT_STALE\x10\x04\x12\x11\n\rVERDICT_LEAVE\x10\x05\"\xdb\x01\n\x0f\x43ompleteRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x12\n\nmicro_step\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x44\n\x07metrics\x18\x06 \x03(\x0b\x32\x33.gyre.proto.trainer.v1.CompleteRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"$\n\x10\x43ompleteResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"\x8a\x01\n\x0cOfferRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x13\n\x0bmicro_steps\x18\x04 \x03(\t\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x03\"!\n\rOfferResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x32\xea\x04\n\x0eTrainerService\x12O\n\x04Join\x12\".gyre.proto.trainer.v1.JoinRequest\x1a#.gyre.proto.trainer.v1.JoinResponse\x12R\n\x05Leave\x12#.gyre.proto.trainer.v1.LeaveRequest\x1a$.gyre.proto.trainer.v1.LeaveResponse\x12R\n\x05\x43laim\x12#.gyre.proto.trainer.v1.ClaimRequest\x1a$.gyre.proto.trainer.v1.ClaimResponse\x12^\n\tHeartbeat\x12\'.gyre.proto.trainer.v1.HeartbeatRequest\x1a(.gyre.proto.trainer.v1.HeartbeatResponse\x12[\n\x08\x43omplete\x12&.gyre.proto.trainer.v1.CompleteRequest\x1a\'.gyre.proto.trainer.v1.CompleteResponse\x12R\n\x05Offer\x12#.gyre.proto.trainer.v1.OfferRequest\x1a$.gyre.proto.trainer.v1.OfferResponse\x12N\n\tGetStatus\x12#.gyre.proto.common.v1.StatusRequest\x1a\x1c.gyre.proto.common.v1.Statusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,21 +43,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEAVERESPONSE']._serialized_start=379
   _globals['_LEAVERESPONSE']._serialized_end=394
   _globals['_CLAIMREQUEST']._serialized_start=396
-  _globals['_CLAIMREQUEST']._serialized_end=457
-  _globals['_CLAIMRESPONSE']._serialized_start=460
-  _globals['_CLAIMRESPONSE']._serialized_end=783
-  _globals['_CLAIMRESPONSE_VERDICT']._serialized_start=655
-  _globals['_CLAIMRESPONSE_VERDICT']._serialized_end=783
-  _globals['_COMPLETEREQUEST']._serialized_start=786
-  _globals['_COMPLETEREQUEST']._serialized_end=1005
-  _globals['_COMPLETEREQUEST_METRICSENTRY']._serialized_start=959
-  _globals['_COMPLETEREQUEST_METRICSENTRY']._serialized_end=1005
-  _globals['_COMPLETERESPONSE']._serialized_start=1007
-  _globals['_COMPLETERESPONSE']._serialized_end=1043
-  _globals['_OFFERREQUEST']._serialized_start=1046
-  _globals['_OFFERREQUEST']._serialized_end=1184
-  _globals['_OFFERRESPONSE']._serialized_start=1186
-  _globals['_OFFERRESPONSE']._serialized_end=1219
-  _globals['_TRAINERSERVICE']._serialized_start=1222
-  _globals['_TRAINERSERVICE']._serialized_end=1744
+  _globals['_CLAIMREQUEST']._serialized_end=482
+  _globals['_WORK']._serialized_start=484
+  _globals['_WORK']._serialized_end=564
+  _globals['_HEARTBEATREQUEST']._serialized_start=566
+  _globals['_HEARTBEATREQUEST']._serialized_end=631
+  _globals['_HEARTBEATRESPONSE']._serialized_start=633
+  _globals['_HEARTBEATRESPONSE']._serialized_end=670
+  _globals['_CLAIMRESPONSE']._serialized_start=673
+  _globals['_CLAIMRESPONSE']._serialized_end=1039
+  _globals['_CLAIMRESPONSE_VERDICT']._serialized_start=911
+  _globals['_CLAIMRESPONSE_VERDICT']._serialized_end=1039
+  _globals['_COMPLETEREQUEST']._serialized_start=1042
+  _globals['_COMPLETEREQUEST']._serialized_end=1261
+  _globals['_COMPLETEREQUEST_METRICSENTRY']._serialized_start=1215
+  _globals['_COMPLETEREQUEST_METRICSENTRY']._serialized_end=1261
+  _globals['_COMPLETERESPONSE']._serialized_start=1263
+  _globals['_COMPLETERESPONSE']._serialized_end=1299
+  _globals['_OFFERREQUEST']._serialized_start=1302
+  _globals['_OFFERREQUEST']._serialized_end=1440
+  _globals['_OFFERRESPONSE']._serialized_start=1442
+  _globals['_OFFERRESPONSE']._serialized_end=1475
+  _globals['_TRAINERSERVICE']._serialized_start=1478
+  _globals['_TRAINERSERVICE']._serialized_end=2096
 # @@protoc_insertion_point(module_scope)

@@ -53,6 +53,30 @@ class LeaveResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ClaimRequest(_message.Message):
+    __slots__ = ("worker", "step", "attempt", "max_micro_steps")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MICRO_STEPS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    step: int
+    attempt: int
+    max_micro_steps: int
+    def __init__(self, worker: _Optional[str] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., max_micro_steps: _Optional[int] = ...) -> None: ...
+
+class Work(_message.Message):
+    __slots__ = ("micro_step", "digest", "blob_path", "blob_size")
+    MICRO_STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOB_PATH_FIELD_NUMBER: _ClassVar[int]
+    BLOB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    micro_step: str
+    digest: str
+    blob_path: str
+    blob_size: int
+    def __init__(self, micro_step: _Optional[str] = ..., digest: _Optional[str] = ..., blob_path: _Optional[str] = ..., blob_size: _Optional[int] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
     __slots__ = ("worker", "step", "attempt")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -62,8 +86,14 @@ class ClaimRequest(_message.Message):
     attempt: int
     def __init__(self, worker: _Optional[str] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("accepted",)
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    def __init__(self, accepted: _Optional[bool] = ...) -> None: ...
+
 class ClaimResponse(_message.Message):
-    __slots__ = ("verdict", "micro_step", "digest", "blob_path", "blob_size", "lease_s", "retry_after_s")
+    __slots__ = ("verdict", "micro_step", "digest", "blob_path", "blob_size", "lease_s", "retry_after_s", "more")
     class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         VERDICT_UNSPECIFIED: _ClassVar[ClaimResponse.Verdict]
@@ -85,6 +115,7 @@ class ClaimResponse(_message.Message):
     BLOB_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     verdict: ClaimResponse.Verdict
     micro_step: str
     digest: str
@@ -92,7 +123,8 @@ class ClaimResponse(_message.Message):
     blob_size: int
     lease_s: float
     retry_after_s: float
-    def __init__(self, verdict: _Optional[_Union[ClaimResponse.Verdict, str]] = ..., micro_step: _Optional[str] = ..., digest: _Optional[str] = ..., blob_path: _Optional[str] = ..., blob_size: _Optional[int] = ..., lease_s: _Optional[float] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[Work]
+    def __init__(self, verdict: _Optional[_Union[ClaimResponse.Verdict, str]] = ..., micro_step: _Optional[str] = ..., digest: _Optional[str] = ..., blob_path: _Optional[str] = ..., blob_size: _Optional[int] = ..., lease_s: _Optional[float] = ..., retry_after_s: _Optional[float] = ..., more: _Optional[_Iterable[_Union[Work, _Mapping]]] = ...) -> None: ...
 
 class CompleteRequest(_message.Message):
     __slots__ = ("worker", "step", "attempt", "micro_step", "seconds", "metrics")

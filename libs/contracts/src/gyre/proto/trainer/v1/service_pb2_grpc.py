@@ -51,6 +51,11 @@ class TrainerServiceStub:
                 request_serializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.ClaimRequest.SerializeToString,
                 response_deserializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.ClaimResponse.FromString,
                 _registered_method=True)
+        self.Heartbeat = channel.unary_unary(
+                '/gyre.proto.trainer.v1.TrainerService/Heartbeat',
+                request_serializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.HeartbeatResponse.FromString,
+                _registered_method=True)
         self.Complete = channel.unary_unary(
                 '/gyre.proto.trainer.v1.TrainerService/Complete',
                 request_serializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.CompleteRequest.SerializeToString,
@@ -86,7 +91,14 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """One micro-step under a lease, or none with a time to ask again.
+        """Micro-steps under a lease, or none with a time to ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Heartbeat(self, request, context):
+        """The worker is still computing what it claimed: its lease is renewed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +140,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Claim,
                     request_deserializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.ClaimRequest.FromString,
                     response_serializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.ClaimResponse.SerializeToString,
+            ),
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.HeartbeatRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.HeartbeatResponse.SerializeToString,
             ),
             'Complete': grpc.unary_unary_rpc_method_handler(
                     servicer.Complete,
@@ -227,6 +244,33 @@ class TrainerService:
             '/gyre.proto.trainer.v1.TrainerService/Claim',
             gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.ClaimRequest.SerializeToString,
             gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Heartbeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.trainer.v1.TrainerService/Heartbeat',
+            gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.HeartbeatRequest.SerializeToString,
+            gyre_dot_proto_dot_trainer_dot_v1_dot_service__pb2.HeartbeatResponse.FromString,
             options,
             channel_credentials,
             insecure,
