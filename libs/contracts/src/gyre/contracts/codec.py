@@ -94,7 +94,7 @@ def unpack(data: bytes, type_: type[T]) -> T:
 def _load(data: bytes) -> object:
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise BrokenBody(f"not MessagePack: {error}") from error
 
 
