@@ -33,21 +33,19 @@ async def worker(process: runtime.Process) -> None:
     torch.set_num_threads(1)  # a second thread beside the cell's engine costs more than it brings
     cell, deployment = process.index, process.deployment
     config = trainer_config(process.config, deployment, cell)
-    config = replace(config, policy=process.config_dir / config.policy)
-    if config.loss.kl_reference:
-        config = replace(config, reference=process.config_dir / config.loss.kl_reference)
+    reference = process.config_dir / config.loss.kl_reference if config.loss.kl_reference else None
+    config = replace(config, policy=process.config_dir / config.policy, reference=reference)
     place = Place.of(os.environ, config.training.ranks)
     if place is not None and place.rank > 0:
         await follow_leader(config, place, process.stopping)
         return
     opened = await asyncio.to_thread(open_backend, config, place)
-    backend = opened.backend
     lock = DeviceLock(config.cells_dir, cell, "trainer")
     with open_transfer(process.name, config.cells_dir, deployment.transfers[cell], deployment.transfer) as transfer:
         service = await open_ledger(process, config, lambda trace: shell.attend(trace))
         parts = (transfer, process.blobs, lock, process.clock)
-        coordinator = Coordinator(config, service, backend, opened.policy, *parts) if config.is_core else None
-        shell = coordinator or Satellite(config, service, backend, CoreClient(deployment.trainers[0].address), *parts)
+        coordinator = Coordinator(config, service, opened.backend, opened.policy, *parts) if config.is_core else None
+        shell = coordinator or Satellite(config, service, opened.backend, CoreClient(deployment.trainers[0].address), *parts)
         endpoint = TrainerService(StatusSource(process, service, lock, shell), coordinator)
         listen = deployment.trainers[cell].listen
         server = Server(listen, [(SERVICE, lambda s: pb_grpc.add_TrainerServiceServicer_to_server(endpoint, s))])
