@@ -23,7 +23,7 @@ test-harness: setup  ## Run the tests that drive a real third-party harness, ins
 test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed apart in .venv-nixl (Linux)
 	@sh tools/setup_nixl.sh
 	@NIXL_LOG_LEVEL=WARN .venv-nixl/bin/python -m pytest -s tests/unit/transfer tests/integration/test_transfer_processes.py $(ARGS)
-	@.venv-nixl/bin/python -m pytest tests/integration/test_mid_step_join.py -k nixl $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" .venv-nixl/bin/python -m pytest tests/integration/test_mid_step_join.py -k nixl $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .
