@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import socket
 import subprocess
@@ -89,6 +90,22 @@ async def test_a_worker_ends_with_any_of_its_ranks_and_trains_the_reference_when
     cluster.start(0)
     await complete(cluster, 1)
     assert largest_error(await published(cluster), reference()) < 1e-12
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="make test-deepspeed")
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_a_core_and_a_satellite_on_deepspeed_train_the_reference(cluster: Cluster, stage: int) -> None:
+    write(cluster, f'backend = "deepspeed"\nranks = 2\nzero_stage = {stage}')
+    text = (cluster.home / "run.toml").read_text(encoding="utf-8").replace('"float64"', '"float32"')
+    (cluster.home / "run.toml").write_text(text, encoding="utf-8")
+    await cluster.connect()
+    cluster.start(0)
+    cluster.start(1)
+    await cluster.say(burst(0, 0, STEPS), *to_train(0, 1), *to_train(1, 2))
+    await cluster.until(CellTrainJoined, 2)
+    await complete(cluster, 0, 1)
+    assert largest_error(await published(cluster), reference()) < 1e-4
+    assert any("1" in f.micro_steps_by_cell for f in await cluster.said(StepFinished))
 
 
 def worker(cluster: Cluster) -> list[str]:

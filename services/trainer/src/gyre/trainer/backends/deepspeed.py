@@ -16,7 +16,8 @@ ever holds all gradients; the price is one more gather of the gradients per micr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -88,7 +89,9 @@ class DeepSpeedBackend:
             model=self._pass, optimizer=inner, config=zero_config(zero_stage, self._dtype)
         )[0]
         self._sums = {n: torch.zeros(self._rows(n), device=self._device) for n in self._shapes}
+        self._asleep = False
         self._begin()
+        self.sleep()
 
     def _rows(self, name: str) -> tuple[int, ...]:
         shape = self._shapes[name]
@@ -118,16 +121,27 @@ class DeepSpeedBackend:
         return [state for state in self._engine.optimizer.optimizer.state.values() if "step" in state]
 
     def wake(self) -> None:
-        if self._device.type == "cuda":
+        if self._asleep:
             self._engine.reload_states()
             self._move_sums(self._device)
+        self._asleep = False
 
     def sleep(self) -> None:
-        """Off the device into host memory; groups and communicators stay."""
-        if self._device.type == "cuda":
+        """Off the device into host memory; groups and communicators stay. On a CPU it is the same memory."""
+        if self._device.type == "cuda" and not self._asleep:
             self._engine.offload_states()
             self._move_sums(torch.device("cpu"))
             torch.cuda.empty_cache()
+            self._asleep = True
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Weights and optimizer state are also read and loaded while the worker sleeps; DeepSpeed does so on the device."""
+        slept = self._asleep
+        self.wake()
+        yield
+        if slept:
+            self.sleep()
 
     def _move_sums(self, device: torch.device) -> None:
         self._sums = {n: total.to(device) for n, total in self._sums.items()}
@@ -187,14 +201,19 @@ class DeepSpeedBackend:
         self._engine.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._kept({n: safe_get_full_fp32_param(p).to(self._dtype) for n, p in self._parameters.items()})
+        weights: dict[str, torch.Tensor] = {}
+        with self._awake():
+            for name, parameter in self._parameters.items():
+                weights |= self._kept({name: safe_get_full_fp32_param(parameter).to(self._dtype)})
+        return weights
 
     def _kept(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n: t.detach().cpu().clone() for n, t in state.items()} if self._rank == 0 else {}
 
     def load_weights(self, state: Mapping[str, torch.Tensor] | None) -> None:
-        for name, parameter in self._parameters.items():
-            self._set_master(parameter, self._spread(None if state is None else state[name], self._shapes[name]))
+        with self._awake():
+            for name, parameter in self._parameters.items():
+                self._set_master(parameter, self._spread(None if state is None else state[name], self._shapes[name]))
 
     def _spread(self, whole: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
         """The leader's tensor on every rank, in float32."""
@@ -210,27 +229,30 @@ class DeepSpeedBackend:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """As `TorchBackend` names it, so that a checkpoint fits every backend and any number of ranks."""
-        state = self._kept({f"master.{n}": safe_get_full_fp32_param(p) for n, p in self._parameters.items()})
-        step = self._states()[0]["step"]
-        if float(step) == 0:
-            return state
-        for name, parameter in self._parameters.items():
-            for key in MOMENTS[:2]:
-                state |= self._kept({f"{key}.{name}": safe_get_full_optimizer_state(parameter, key)})
-            state |= self._kept({f"step.{name}": step})
+        state: dict[str, torch.Tensor] = {}
+        with self._awake():
+            step = self._states()[0]["step"]
+            for name, parameter in self._parameters.items():
+                state |= self._kept({f"master.{name}": safe_get_full_fp32_param(parameter)})
+                if step > 0:
+                    state |= self._kept({f"step.{name}": step})
+                    for key in MOMENTS[:2]:
+                        state |= self._kept({f"{key}.{name}": safe_get_full_optimizer_state(parameter, key)})
         return state
 
     def load_optimizer_state(self, state: Mapping[str, torch.Tensor] | None) -> None:
         steps = [0.0] if state is None else [float(t) for n, t in state.items() if n.startswith("step.")]
         step = self._spread(torch.tensor([max(steps, default=0.0)]), (1,))
-        self._reset_moments()
-        for name, parameter in self._parameters.items():
-            self._set_master(parameter, self._spread(None if state is None else state[f"master.{name}"], self._shapes[name]))
-            for key in MOMENTS[:2] if step else ():
-                moment = self._spread(None if state is None else state[f"{key}.{name}"], self._shapes[name])
-                safe_set_full_optimizer_state(parameter, moment, key)
-        for moments in self._states():
-            moments["step"].fill_(float(step))
+        with self._awake():
+            self._reset_moments()
+            for name, parameter in self._parameters.items():
+                master = None if state is None else state[f"master.{name}"]
+                self._set_master(parameter, self._spread(master, self._shapes[name]))
+                for key in MOMENTS[:2] if step > 0 else ():
+                    moment = None if state is None else state[f"{key}.{name}"]
+                    safe_set_full_optimizer_state(parameter, self._spread(moment, self._shapes[name]), key)
+            for moments in self._states():
+                moments["step"].fill_(float(step))
 
 
 def zero_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 STORE_VARIABLE = "GYRE_RANKS_STORE"
 # Longer than any micro-step: whoever is done early waits for the others. A peer that dies is noticed at once.
 SILENCE = timedelta(hours=4)
+STOP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,43 @@ class Opened:
     backend: Backend
     policy: PolicyConfig | ForeignPolicy
     _leading: LeadingBackend | None = None
-    _followers: Sequence[subprocess.Popen[bytes]] = field(default=())
+    _followers: Followers | None = None
 
     def close(self) -> None:
-        """Idempotent; followers that do not end by themselves are killed."""
+        """Let the followers end; those that do not are killed."""
+        if self._followers is not None:
+            self._followers.expect_the_end()
         if self._leading is not None:
             self._leading.close()
-            self._leading = None
-        for follower in self._followers:
+        if self._followers is not None:
+            self._followers.wait(STOP_S)
+
+
+class Followers:
+    """The ranks that this worker has started itself. If one ends unasked, so does the worker, wherever it is."""
+
+    def __init__(self, place: Place) -> None:
+        self._closing = False
+        self._processes = [_start_follower(rank, place) for rank in range(1, place.num_ranks)]
+        for process in self._processes:
+            threading.Thread(target=self._watch, args=(process,), daemon=True, name="ranks-watch").start()
+
+    def expect_the_end(self) -> None:
+        self._closing = True
+
+    def wait(self, timeout_s: float) -> None:
+        for process in self._processes:
             try:
-                follower.wait(10)
+                process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                follower.kill()
-        self._followers = ()
+                process.kill()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._closing:
+            log.error("a rank of this worker ended with code %d", code)
+            # The leader may be inside a collective call that waits for that rank, where nothing else reaches it.
+            os._exit(1)
 
 
 def open_backend(config: TrainerConfig, place: Place | None) -> Opened:
@@ -105,11 +130,11 @@ def open_backend(config: TrainerConfig, place: Place | None) -> Opened:
         model = load_model(config)
         backend = TorchBackend(model, config.loss, optimizer, config.device, load_reference(config, model), config.memory_bytes)
         return Opened(backend, policy)
-    followers: list[subprocess.Popen[bytes]] = []
+    followers = None
     if place is None:
         store = Path(tempfile.mkdtemp(prefix="ranks-", dir=_made(config.cells_dir / str(config.cell)))) / "store"
         place = Place(0, config.training.ranks, 0, str(store))
-        followers = [_start_follower(rank, place) for rank in range(1, config.training.ranks)]
+        followers = Followers(place)
     channel = place.meet(config.device)
     leading = LeadingBackend(rank_backend(config, place), channel)
     return Opened(leading, policy, leading, followers)

@@ -15,6 +15,7 @@ again as a whole and the step gets a new attempt.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -158,9 +159,9 @@ class LeadingBackend:
         threading.Thread(target=self._ping_while_idle, args=(ping_s,), daemon=True, name="ranks-ping").start()
 
     def close(self) -> None:
-        """Let the followers end."""
+        """Let the followers end, if they have not ended by themselves."""
         self._stopped.set()
-        with self._lock:
+        with self._lock, contextlib.suppress(RuntimeError):
             self._tell(Stop())
 
     def wake(self) -> None:
