@@ -19,7 +19,8 @@ from trees import tiny_decoder
 TIMEOUT = timedelta(seconds=120)
 
 
-def make(kind: str, dtype: str, stage: int, tied: bool = True, core: bool = True, policy: str = "") -> RankBackend:
+def make(kind: str, dtype: str, stage: int, tied: bool = True, core: bool = True, policy: str = "",
+         loss: dict[str, float] | None = None) -> RankBackend:
     """One rank's backend over the tiny decoder, or over the model of transformers in the directory `policy`."""
     decoder: Any = tiny_decoder(tied=tied).to(getattr(torch, dtype))
     if policy:
@@ -30,14 +31,14 @@ def make(kind: str, dtype: str, stage: int, tied: bool = True, core: bool = True
     if kind == "fsdp":
         from gyre.trainer.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(decoder, LossConfig(), optimizer, "cpu", stage)
+        return FsdpBackend(decoder, LossConfig(**(loss or {})), optimizer, "cpu", stage)
     if kind == "deepspeed":
         from gyre.trainer.backends.deepspeed import DeepSpeedBackend
 
-        return DeepSpeedBackend(decoder, LossConfig(), optimizer, "cpu", stage)
+        return DeepSpeedBackend(decoder, LossConfig(**(loss or {})), optimizer, "cpu", stage)
     from gyre.trainer.backends.replicas import ReplicatedBackend
 
-    return ReplicatedBackend(decoder, LossConfig(), optimizer, "cpu")
+    return ReplicatedBackend(decoder, LossConfig(**(loss or {})), optimizer, "cpu")
 
 
 def join(rank: int, num_ranks: int, store: Path) -> GlooChannel:

@@ -27,9 +27,9 @@ def fits(kind: str, stage: int, dtype: str) -> bool:
     return kind != "deepspeed" or dtype == "float32" or (dtype == "bfloat16" and stage > 1)
 
 
-def alone(dtype: str = "float64", tied: bool = True) -> TorchBackend:
+def alone(dtype: str = "float64", tied: bool = True, loss: dict[str, float] | None = None) -> TorchBackend:
     optimizer = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
-    return TorchBackend(tiny_decoder(tied=tied).to(getattr(torch, dtype)), LossConfig(), optimizer)
+    return TorchBackend(tiny_decoder(tied=tied).to(getattr(torch, dtype)), LossConfig(**(loss or {})), optimizer)
 
 
 def exported(backend: Any) -> dict[str, np.ndarray]:
@@ -171,3 +171,20 @@ def test_a_satellite_of_two_ranks_computes_and_exports_but_does_not_update(
         assert apart(wide(two.weights()), wide(moved.weights())) == 0.0
         with pytest.raises(ValueError, match="norm.weight has shape"):
             two.load_weights({**moved.weights(), "model.norm.weight": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("kind, stage, dtype", WIDEST)
+def test_a_reference_policy_and_an_entropy_bonus_are_the_same_on_two_ranks(
+    two_ranks: Ranks, kind: str, stage: int, dtype: str
+) -> None:
+    loss = {"kl_coefficient": 0.1, "entropy_coefficient": 0.05}
+    one = alone(dtype, loss=loss)
+    with two_ranks.lead(kind, dtype, stage, loss=loss) as two:
+        for step in range(2):  # in the second the policy is no longer its reference
+            micro_step = random_micro_step(step, num_trees=3)
+            want, got = one.accumulate(micro_step), two.accumulate(micro_step)
+            assert all(math.isclose(got[n], want[n], rel_tol=10 * TOLERANCE[dtype], abs_tol=1e-4) for n in want)
+            assert apart(exported(two), exported(one)) < TOLERANCE[dtype]
+            two.update(0.25, 0.01, 1.0)
+            one.update(0.25, 0.01, 1.0)
+        assert apart(wide(two.weights()), wide(one.weights())) < TOLERANCE[dtype]

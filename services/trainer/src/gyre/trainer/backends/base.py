@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from gyre.contracts.microstep import MicroStep
+from gyre.policy.model import PolicyModel
+from gyre.trainer.loss import LossConfig
 
 
 class Backend(Protocol):
@@ -68,3 +71,14 @@ def check_tensors(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
             raise ValueError(f"weights: {name} is missing; it must be there with shape {list(shape)}")
         if tuple(state[name].shape) != shape:
             raise ValueError(f"weights: {name} has shape {list(state[name].shape)}, must be {list(shape)}")
+
+
+def reference_policy(model: PolicyModel, loss: LossConfig, reference: PolicyModel | None) -> PolicyModel | None:
+    """The policy that a KL is taken to, without gradients: `reference`, else a copy of `model` as it is now; None if
+    the loss has no such term."""
+    if not loss.has_reference_policy:
+        return None
+    kept = reference or copy.deepcopy(model)
+    for parameter in kept.parameters():
+        parameter.requires_grad_(False)
+    return kept

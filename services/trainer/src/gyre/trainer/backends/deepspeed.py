@@ -36,6 +36,7 @@ from deepspeed.utils import (
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.base import reference_policy
 from gyre.trainer.backends.passes import stand_by
 from gyre.trainer.backends.shards import gather, rows_of, scatter
 from gyre.trainer.backends.torch import MOMENTS, adamw
@@ -50,9 +51,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 class _Pass(nn.Module):
     """A whole micro-step as one forward pass, because DeepSpeed's hooks begin and end with that of its module."""
 
-    def __init__(self, policy: nn.Module, loss: LossConfig, num_ranks: int) -> None:
+    def __init__(self, policy: nn.Module, loss: LossConfig, reference: PolicyModel | None, num_ranks: int) -> None:
         super().__init__()
         self.policy, self._loss, self._num_ranks = policy, loss, num_ranks
+        self._reference = (reference,)  # in a tuple it is no part of this module, so that nobody cuts it
         self.sums: dict[str, float] = {}
 
     def forward(self, part: MicroStep | None) -> torch.Tensor:
@@ -60,7 +62,7 @@ class _Pass(nn.Module):
         if part is None:
             self.sums = {}
             return stand_by(self.policy)
-        output = tree_loss(self.policy, part, self._loss)
+        output = tree_loss(self.policy, part, self._loss, self._reference[0])
         self.sums = output.sums
         return output.loss * self._num_ranks
 
@@ -74,8 +76,9 @@ class DeepSpeedBackend:
 
     def __init__(
         self, model: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
-        zero_stage: int = 1,
+        zero_stage: int = 1, reference: PolicyModel | None = None,
     ) -> None:  # fmt: skip
+        """`optimizer` is given to the core only. `reference` as for `TorchBackend`; every rank has it whole."""
         assert isinstance(model, nn.Module)
         self._device, self._rank, self._num_ranks = torch.device(device), dist.get_rank(), dist.get_world_size()
         self._parameters = dict(model.named_parameters())
@@ -84,7 +87,8 @@ class DeepSpeedBackend:
         self._trains = optimizer is not None
         masters = list(self._parameters.values())
         inner = adamw(masters, optimizer) if optimizer is not None else torch.optim.SGD(masters, lr=0.0)
-        self._pass = _Pass(model, loss, self._num_ranks)
+        self._reference = reference_policy(model, loss, reference)
+        self._pass = _Pass(model, loss, self._reference, self._num_ranks)
         self._engine = deepspeed.initialize(
             model=self._pass, optimizer=inner, config=zero_config(zero_stage, self._dtype)
         )[0]
@@ -123,14 +127,14 @@ class DeepSpeedBackend:
     def wake(self) -> None:
         if self._asleep:
             self._engine.reload_states()
-            self._move_sums(self._device)
+            self._move_own(self._device)
         self._asleep = False
 
     def sleep(self) -> None:
         """Off the device into host memory; groups and communicators stay. On a CPU it is the same memory."""
         if self._device.type == "cuda" and not self._asleep:
             self._engine.offload_states()
-            self._move_sums(torch.device("cpu"))
+            self._move_own(torch.device("cpu"))
             torch.cuda.empty_cache()
             self._asleep = True
 
@@ -143,7 +147,9 @@ class DeepSpeedBackend:
         if slept:
             self.sleep()
 
-    def _move_sums(self, device: torch.device) -> None:
+    def _move_own(self, device: torch.device) -> None:
+        if isinstance(self._reference, nn.Module):
+            self._reference.to(device)
         self._sums = {n: total.to(device) for n, total in self._sums.items()}
 
     def zero_gradients(self) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.base import reference_policy
 from gyre.trainer.backends.passes import stand_by
 from gyre.trainer.backends.shards import gather, scatter
 from gyre.trainer.backends.torch import MOMENTS, adamw
@@ -37,13 +38,15 @@ class FsdpBackend:
 
     def __init__(
         self, model: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
-        zero_stage: int = 3,
+        zero_stage: int = 3, reference: PolicyModel | None = None,
     ) -> None:  # fmt: skip
+        """`optimizer` is given to the core only. `reference` as for `TorchBackend`; every rank has it whole."""
         self._device = torch.device(device)
         self._loss = loss
         self._dtype = next(iter(model.parameters())).dtype
         self._sum_dtype = torch.promote_types(self._dtype, torch.float32)
         self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        self._reference = reference_policy(model, loss, reference)
         self.model = _shard(model, self._dtype, self._sum_dtype, self._device.type, zero_stage)
         self._optimizer = None
         if optimizer is not None:
@@ -66,6 +69,8 @@ class FsdpBackend:
         if next(iter(self.model.parameters())).device.type == device.type:
             return
         self.model.to(device)
+        if isinstance(self._reference, nn.Module):
+            self._reference.to(device)
         for state in {} if self._optimizer is None else self._optimizer.state.values():
             for key in MOMENTS[:2]:
                 state[key] = state[key].to(device)
@@ -78,7 +83,7 @@ class FsdpBackend:
         if part is None:
             stand_by(self.model).backward()
             return {}
-        output = tree_loss(self.model, part, self._loss)
+        output = tree_loss(self.model, part, self._loss, self._reference)
         output.loss.backward()
         return output.sums
 

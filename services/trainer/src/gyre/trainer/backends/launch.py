@@ -190,12 +190,12 @@ def rank_backend(config: TrainerConfig, place: Place) -> RankBackend:
     if kind == "fsdp":
         from gyre.trainer.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(model, config.loss, optimizer, device, stage)
+        return FsdpBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("training.backend = 'deepspeed': it is not installed; install opengyre-trainer[deepspeed]")
     from gyre.trainer.backends.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(model, config.loss, optimizer, device, stage)
+    return DeepSpeedBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
 
 
 def load_reference(config: TrainerConfig, model: PolicyModel) -> PolicyModel | None:

@@ -29,6 +29,7 @@ from gyre.contracts.codec import pack, unpack
 from gyre.contracts.microstep import MicroStep
 from gyre.trainer.backends.base import check_tensors
 from gyre.trainer.backends.split import split
+from gyre.trainer.metrics import add_sums
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class LeadingBackend:
                 self._send(rank, Accumulate(part))
             totals = self._local.accumulate(own)
             for rank in range(1, self._channel.num_ranks):
-                _add(totals, unpack(self._channel.receive(rank), Metrics).sums)
+                add_sums(totals, unpack(self._channel.receive(rank), Metrics).sums)
         # Parts of one tree share prefixes; the micro-step's tokens are those it came with.
         return {**totals, "num_tokens": float(micro_step.num_tokens)}
 
@@ -266,13 +267,3 @@ def follow(local: RankBackend, channel: Channel) -> None:
                 getattr(local, method)()
             case Call(method) if method in _CALLS_WITH_DATA:
                 getattr(local, method)(None)
-
-
-def _add(totals: dict[str, float], sums: Mapping[str, float]) -> None:
-    """Sums add up; of what is called a maximum the largest counts."""
-    for name, value in sums.items():
-        known = totals.get(name)
-        if name.startswith("max_"):
-            totals[name] = value if known is None else max(known, value)
-        else:
-            totals[name] = value if known is None else known + value

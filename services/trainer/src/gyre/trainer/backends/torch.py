@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 
@@ -11,7 +10,7 @@ import torch
 from gyre.contracts.microstep import MicroStep
 from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
-from gyre.trainer.backends.base import check_tensors
+from gyre.trainer.backends.base import check_tensors, reference_policy
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.tree_training import TreeTraining, sink_into
 
@@ -37,11 +36,7 @@ class TorchBackend:
         dtype = next(iter(self._parameters.values())).dtype
         self._sum_dtype = torch.promote_types(dtype, torch.float32)
         self._sums = {n: torch.zeros_like(p, dtype=self._sum_dtype) for n, p in self._parameters.items()}
-        self._reference: PolicyModel | None = None
-        if loss.has_reference_policy:
-            self._reference = reference or copy.deepcopy(decoder)
-            for parameter in self._reference.parameters():
-                parameter.requires_grad_(False)
+        self._reference = reference_policy(decoder, loss, reference)
         self._training = TreeTraining(decoder, loss, memory_bytes, self._reference)
         self._optimizer = None if optimizer is None else self._make_optimizer(optimizer)
 
