@@ -28,7 +28,7 @@ test-trl: setup  ## Compare the losses with those of TRL, installed apart in .ve
 test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed apart in .venv-nixl (Linux)
 	@sh tools/setup_nixl.sh
 	@NIXL_LOG_LEVEL=WARN .venv-nixl/bin/python -m pytest -s tests/unit/transfer tests/integration/test_transfer_processes.py $(ARGS)
-	@.venv-nixl/bin/python -m pytest tests/integration/test_mid_step_join.py -k nixl $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" .venv-nixl/bin/python -m pytest tests/integration/test_mid_step_join.py -k nixl $(ARGS)
 
 test-deepspeed: setup  ## Run the tests of the DeepSpeed backend, with DeepSpeed installed apart in .venv-deepspeed
 	@sh tools/setup_deepspeed.sh

@@ -8,7 +8,9 @@ themselves), with NATS and gRPC: what is seen of them from outside, every few mi
 
     python bench/join.py [--seeds 5] [--micro-steps 120] [--no-processes]
 
-The last line is for scripts; its spread is the largest of the virtual runs, in seconds of a step of about 60.
+The last line is for scripts; its spread is the largest of the virtual runs, in seconds of a step of about 60; its
+first_micro_step_s is from a join to the claim of the first micro-step (weights pulled and verified), role_change_s from the
+cell's change to `train` to the end of that micro-step, both of the processes.
 """
 
 from __future__ import annotations
@@ -123,11 +125,12 @@ def main() -> None:
         worst, worst_share = max(worst, *spreads), max(worst_share, share)
         print(f"{num_cells:>5} {SPEEDS[num_cells]!s:>20} {statistics.median(spreads):>9.2f} {max(spreads):>6.2f} "
               f"{share:>25.2f} {100 * (over - 1):>12.2f}%")  # fmt: skip
-    first = "-"
+    first = role = "-"
     if not arguments.no_processes:
-        first = f"{measure_processes():.2f}"
+        first, role = (f"{seconds:.2f}" for seconds in measure_processes())
     workers = max(SPEEDS)
-    print(f"join spread={worst:.2f} of_largest={worst_share:.2f} workers={workers} first_micro_step_s={first}")
+    print(f"join spread={worst:.2f} of_largest={worst_share:.2f} workers={workers} "
+          f"first_micro_step_s={first} role_change_s={role}")
 
 
 if __name__ == "__main__":

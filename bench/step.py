@@ -138,8 +138,9 @@ def main() -> None:
             for shape, pairs in made.items():
                 results[shape] = compare(backend, trl, shape, [m for m, _ in pairs], arguments.rounds)
     mine, other, ratio = results["branching"]
-    text = [f"{value:.{digits}f}" if value == value else "-" for value, digits in ((other, 0), (ratio, 2))]
-    print(f"step tokens_per_cpu_s={mine:.0f} trl={text[0]} ratio={text[1]} linear_ratio={results['linear'][2]:.2f}")
+    figures = ((other, 0), (ratio, 2), (results["linear"][2], 2))
+    text = [f"{value:.{digits}f}" if value == value else "-" for value, digits in figures]
+    print(f"step tokens_per_cpu_s={mine:.0f} trl={text[0]} ratio={text[1]} linear_ratio={text[2]}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Ranks
+from cell_of_ranks import Ranks
 from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.loss import LossConfig

@@ -89,6 +89,12 @@ async def test_a_read_fills_the_callers_arrays_and_only_the_named_ones(owner: Tr
     assert into["ids"].tolist() == [5, -7, 11]
 
 
+async def test_a_process_reads_its_own_regions_too(owner: Transfer) -> None:
+    owner.register("weights", arrays())
+    got = await owner.read(owner.describe("weights"), timeout_s=10)
+    np.testing.assert_array_equal(got["w"], arrays()["w"])
+
+
 async def test_a_destination_of_another_layout_is_refused(owner: Transfer, reader: Transfer) -> None:
     owner.register("weights", arrays())
     with pytest.raises(LayoutMismatch, match="'ids' is <i8"):

@@ -67,7 +67,10 @@ class LandingPool:
             )
         memory = mmap.mmap(-1, self.num_bytes)
         address = int(np.frombuffer(memory, np.uint8).ctypes.data)
-        return Landing(memory, self._api.agent.register_memory([(address, self.num_bytes, 0, "")], MEMORY))
+        try:
+            return Landing(memory, self._api.agent.register_memory([(address, self.num_bytes, 0, "")], MEMORY))
+        except self._api.errors as error:
+            raise BackendUnavailable(f"nixl cannot register {self.num_bytes} bytes to read into: {error!r}") from error
 
     def give_back(self, landing: Landing) -> None:
         self._idle.append(landing)
@@ -110,7 +113,7 @@ class LandingPool:
         for landing, handle in self._quarantined:
             keep_forever(landing, handle)
         for landing in self._idle:
-            self._api.agent.deregister_memory(landing.registration)
+            deregister(self._api, landing.registration)
         self._idle.clear()
         return not self._quarantined
 
@@ -119,6 +122,14 @@ class LandingPool:
             return self._api.agent.check_xfer_state(handle)
         except self._api.errors:
             return "ERR"
+
+
+def deregister(api: NixlApi, registration: Any) -> None:
+    """Best effort: memory that stays registered is lost to nobody but this process."""
+    try:
+        api.agent.deregister_memory(registration)
+    except api.errors as error:
+        log.warning("nixl: memory could not be deregistered: %r", error)
 
 
 def keep_forever(*things: object) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from gyre.transfer.backend import as_bytes, check_deadline
 from gyre.transfer.describe import NixlTarget, RegionDescriptor
 from gyre.transfer.errors import DeadlineExceeded, RegionUnknown, TornRead, TransferError
-from gyre.transfer.landing import LANDING_BYTES, Landing, LandingPool, keep_forever
+from gyre.transfer.landing import LANDING_BYTES, Landing, LandingPool, deregister, keep_forever
 from gyre.transfer.nixl_agent import MEMORY, PLUGIN, NixlApi, open_agent
 from gyre.transfer.region import HEADER_BYTES, USED_HEADER_BYTES, Region, read_header
 
@@ -73,7 +73,7 @@ class NixlBackend:
         with self._lock:
             known = self._exported.pop(region.token, None)
             if known is not None and self._api is not None:
-                self._api.agent.deregister_memory(known[0])
+                deregister(self._api, known[0])
 
     # ------------------------------------------------------------ the reader's side
 
@@ -112,7 +112,7 @@ class NixlBackend:
             if not self._pool.close(self._pause):
                 keep_forever(self._api.agent)
             for registration, _ in self._exported.values():
-                self._api.agent.deregister_memory(registration)
+                deregister(self._api, registration)
             self._exported.clear()
             self._api = self._pool = None
 
