@@ -294,7 +294,7 @@ def check_run(config: RunConfig) -> None:
     check_id(config.name, "name")
     _check_not_built(config)
     check_loss(config.loss, config.admission.advantage)
-    check_training(config.training, config.optimizer.compute_dtype, has_reference=bool(config.loss.kl_coefficient))
+    check_training(config.training, config.optimizer.compute_dtype)
     positive = {
         "steps": config.steps, "cells.count": config.cells.count,
         "burst.steps_per_burst": config.burst.steps_per_burst,

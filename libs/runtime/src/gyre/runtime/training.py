@@ -25,13 +25,10 @@ class TrainingConfig:
         return self.zero_stage or STAGES[self.backend][0]
 
 
-def check_training(config: TrainingConfig, compute_dtype: str, has_reference: bool) -> None:
+def check_training(config: TrainingConfig, compute_dtype: str) -> None:
     """Raises ConfigError naming the field, its value and what would be right."""
     if config.memory_gib < 0:
         raise ConfigError(f"training.memory_gib = {config.memory_gib}: must not be negative")
-    if has_reference and config.backend != "torch":
-        raise ConfigError(f"training.backend = {config.backend!r}: a KL to a reference policy is built for torch alone; set "
-                          "loss.kl_coefficient = 0")
     if config.ranks < 1:
         raise ConfigError(f"training.ranks = {config.ranks}: must be at least 1")
     stages = STAGES[config.backend]
