@@ -163,11 +163,15 @@ class EvaluationRequested:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Output tokens [start, end) of a call were sampled under weights `version`."""
+    """Output tokens [start, end) of a call were sampled under weights `version`.
+
+    `kv_version`: the oldest weights version of any key or value they attended to; None: `version` itself.
+    """
 
     start: int
     end: int
     version: int
+    kv_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

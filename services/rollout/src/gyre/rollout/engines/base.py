@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 from gyre.contracts.errors import EngineError
+from gyre.rollout.engines.moving import Capabilities, Mover
 
 if TYPE_CHECKING:  # the gateway and the scripted engine run without torch
     import torch
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
 
 class EngineBusy(EngineError):
@@ -43,6 +44,8 @@ class GenerateRequest:
     A replay appends the tokens that were already emitted to `prompt_ids`, says how many in `num_emitted` and reduces
     `max_tokens` by as many; its events then start at index `num_emitted`, and equal (seed, position) draw equal noise.
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 restrict nothing. Prefixes are shared within `namespace` alone.
+    `ticket`: KV that this engine holds or can fetch for exactly these tokens (`engines/moving.py`); one that is of no use
+    is ignored.
 
     Raises:
         InvalidRequest: a field is out of range.
@@ -58,6 +61,7 @@ class GenerateRequest:
     seed: int = 0
     namespace: str = ""
     num_emitted: int = 0
+    ticket: bytes = b""
 
     def __post_init__(self) -> None:
         prompt = self.prompt_ids
@@ -81,7 +85,8 @@ class TokenEvent(NamedTuple):
     """One sampled token. A named tuple, because one is made per token.
 
     `logprob` is float32 under the untempered policy (T = 1), `behaviour_logprob` under the distribution that was
-    really sampled (0 when greedy).
+    really sampled (0 when greedy). `kv_version` is the oldest weights version of any key or value that was attended to;
+    it is older than `weights_version` only under carry = "keep".
     """
 
     index: int
@@ -89,14 +94,20 @@ class TokenEvent(NamedTuple):
     logprob: float
     behaviour_logprob: float
     weights_version: int
+    kv_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The terminal event. `stop`: the last token is a stop token. `length`: the budget is used up."""
+    """The terminal event. `stop`: the last token is a stop token. `length`: the budget is used up. `moved`: the request
+    was frozen for a move and goes on elsewhere.
+
+    `num_reused`: tokens of the prompt that were not computed, because their keys and values were there.
+    """
 
     reason: FinishReason
     detail: str = ""
+    num_reused: int = 0
 
 
 Event = TokenEvent | Finish
@@ -193,6 +204,12 @@ class Engine(Protocol):
     failed: asyncio.Event
     """Set when the engine cannot go on (its requests have ended with `error`); its process should be restarted."""
 
+    capabilities: Capabilities
+    """Fixed for the engine's life."""
+
+    mover: Mover | None
+    """Set for an engine that moves requests in stages."""
+
     def submit(self, request: GenerateRequest) -> EventStream:
         """Queues a request.
 
@@ -221,6 +238,17 @@ class Engine(Protocol):
         Raises:
             WeightsMismatch: `state` does not have this checksum, or does not fit the policy. Nothing has changed.
         """
+        ...
+
+    async def export_ticket(self, request_id: str) -> bytes:
+        """Ends a request with `Finish("moved")` and holds its KV for whoever shows the ticket to an engine of this kind.
+
+        For engines of kind `ticket`. Raises MoveRefused: it is not in flight, or the engine cannot move it.
+        """
+        ...
+
+    async def release_ticket(self, ticket: bytes) -> None:
+        """Drops what is held for a ticket; unknown ones are ignored."""
         ...
 
     async def sleep(self) -> int:

@@ -24,6 +24,7 @@ from gyre.rollout.engines.base import (
     ProbeResult,
     TokenEvent,
 )
+from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +75,9 @@ def seeded_script(vocab_size: int, delay_s: float = 0.0) -> Script:
 class ScriptedEngine:
     """`gyre.rollout.engines.base.Engine` over a `Script`. Starts without weights and with admission closed."""
 
+    capabilities = Capabilities()
+    mover: Mover | None = None
+
     def __init__(self, script: Script, config: ScriptedConfig, sleep: Sleep = asyncio.sleep) -> None:
         self.failed = asyncio.Event()
         self._script = script
@@ -121,6 +125,13 @@ class ScriptedEngine:
         if self._asleep:
             raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
         self._version, self._checksum, self._verified = version, checksum, False
+
+    async def export_ticket(self, request_id: str) -> bytes:
+        """See `Engine.export_ticket`."""
+        raise MoveRefused("the scripted engine holds nothing that could move")
+
+    async def release_ticket(self, ticket: bytes) -> None:
+        """See `Engine.release_ticket`."""
 
     async def sleep(self) -> int:
         """See `Engine.sleep`."""
@@ -173,7 +184,7 @@ class ScriptedEngine:
         for number, token in enumerate(self._script(request), start=1):
             await self._sleep(token.delay_s)
             index = request.num_emitted + number - 1
-            stream.push(TokenEvent(index, token.token_id, token.logprob, token.logprob, self._version))
+            stream.push(TokenEvent(index, token.token_id, token.logprob, token.logprob, self._version, self._version))
             self._num_sampled += 1
             if token.token_id in request.stop_token_ids:
                 return Finish("stop")

@@ -27,6 +27,7 @@ from gyre.rollout.engines.base import (
     ProbeResult,
     WeightsMismatch,
 )
+from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
 from gyre.rollout.torch_engine.probe import predictions_agree
 from gyre.rollout.torch_engine.runner import PagedKV, Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
@@ -66,6 +67,9 @@ class _Weights:
 
 class TorchEngine:
     """`gyre.rollout.engines.base.Engine` on plain PyTorch. Starts without weights and with admission closed."""
+
+    capabilities = Capabilities()
+    mover: Mover | None = None
 
     def __init__(self, policy: PolicyConfig, config: TorchEngineConfig) -> None:
         self.failed = asyncio.Event()
@@ -122,6 +126,13 @@ class TorchEngine:
             self._weights = weights
             self._verified = False
             self._scheduler.swap(version)
+
+    async def export_ticket(self, request_id: str) -> bytes:
+        """See `Engine.export_ticket`."""
+        raise MoveRefused("this engine moves requests in stages (`mover`)")
+
+    async def release_ticket(self, ticket: bytes) -> None:
+        """See `Engine.release_ticket`."""
 
     async def sleep(self) -> int:
         """See `Engine.sleep`. Weights wait in host memory; the cache is dropped."""

@@ -261,7 +261,7 @@ class Scheduler:
         index = sequence.num_known - sequence.num_prompt + sequence.request.num_emitted
         sequence.ids[sequence.num_known] = token
         sequence.num_known += 1
-        sequence.stream.push(TokenEvent(index, token, logprob, behaviour, self.version))
+        sequence.stream.push(TokenEvent(index, token, logprob, behaviour, self.version, self.version))
         if token in sequence.stop:
             self._retire(sequence, Finish("stop"))
         elif sequence.num_known == len(sequence.ids):

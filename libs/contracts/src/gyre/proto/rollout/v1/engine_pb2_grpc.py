@@ -66,6 +66,41 @@ class EngineServiceStub:
                 request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.WakeRequest.SerializeToString,
                 response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.WakeResponse.FromString,
                 _registered_method=True)
+        self.OpenExport = channel.unary_unary(
+                '/gyre.proto.rollout.v1.EngineService/OpenExport',
+                request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.OpenExportRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Offer.FromString,
+                _registered_method=True)
+        self.ReadStage = channel.unary_unary(
+                '/gyre.proto.rollout.v1.EngineService/ReadStage',
+                request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReadStageRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Stage.FromString,
+                _registered_method=True)
+        self.Freeze = channel.unary_unary(
+                '/gyre.proto.rollout.v1.EngineService/Freeze',
+                request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.FreezeRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Frozen.FromString,
+                _registered_method=True)
+        self.Reserve = channel.unary_unary(
+                '/gyre.proto.rollout.v1.EngineService/Reserve',
+                request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReserveResponse.FromString,
+                _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/gyre.proto.rollout.v1.EngineService/Pull',
+                request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.PullRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.PullResponse.FromString,
+                _registered_method=True)
+        self.Commit = channel.unary_unary(
+                '/gyre.proto.rollout.v1.EngineService/Commit',
+                request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.CommitRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.CommitResponse.FromString,
+                _registered_method=True)
+        self.ReleaseTicket = channel.unary_unary(
+                '/gyre.proto.rollout.v1.EngineService/ReleaseTicket',
+                request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReleaseTicketRequest.SerializeToString,
+                response_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReleaseTicketResponse.FromString,
+                _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/gyre.proto.rollout.v1.EngineService/Probe',
                 request_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ProbeRequest.SerializeToString,
@@ -128,6 +163,52 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenExport(self, request, context):
+        """Moving a request or a cached prefix to another engine; `gyre.rollout.engines.moving` says how these fit together.
+        Source: FAILED_PRECONDITION if there is nothing to move, NOT_FOUND for a ticket that is not held.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadStage(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Freeze(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reserve(self, request, context):
+        """Destination.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Commit(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseTicket(self, request, context):
+        """Either side.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Probe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,6 +259,41 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Wake,
                     request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.WakeRequest.FromString,
                     response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.WakeResponse.SerializeToString,
+            ),
+            'OpenExport': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenExport,
+                    request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.OpenExportRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Offer.SerializeToString,
+            ),
+            'ReadStage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadStage,
+                    request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReadStageRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Stage.SerializeToString,
+            ),
+            'Freeze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Freeze,
+                    request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.FreezeRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Frozen.SerializeToString,
+            ),
+            'Reserve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reserve,
+                    request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReserveRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReserveResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.PullRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.PullResponse.SerializeToString,
+            ),
+            'Commit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Commit,
+                    request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.CommitRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.CommitResponse.SerializeToString,
+            ),
+            'ReleaseTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseTicket,
+                    request_deserializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReleaseTicketRequest.FromString,
+                    response_serializer=gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReleaseTicketResponse.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
@@ -358,6 +474,195 @@ class EngineService:
             '/gyre.proto.rollout.v1.EngineService/Wake',
             gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.WakeRequest.SerializeToString,
             gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.WakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenExport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.rollout.v1.EngineService/OpenExport',
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.OpenExportRequest.SerializeToString,
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Offer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadStage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.rollout.v1.EngineService/ReadStage',
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReadStageRequest.SerializeToString,
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Stage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Freeze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.rollout.v1.EngineService/Freeze',
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.FreezeRequest.SerializeToString,
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.Frozen.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reserve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.rollout.v1.EngineService/Reserve',
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReserveRequest.SerializeToString,
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.rollout.v1.EngineService/Pull',
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.PullRequest.SerializeToString,
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Commit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.rollout.v1.EngineService/Commit',
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.CommitRequest.SerializeToString,
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.CommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre.proto.rollout.v1.EngineService/ReleaseTicket',
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReleaseTicketRequest.SerializeToString,
+            gyre_dot_proto_dot_rollout_dot_v1_dot_engine__pb2.ReleaseTicketResponse.FromString,
             options,
             channel_credentials,
             insecure,
