@@ -20,9 +20,9 @@ from xxhash import xxh3_128_digest
 ROWS = "rows"
 ROW_CHECKSUM_BYTES = 16
 MAX_ROWS = 1 << 17  # in one read
+SMALL_RUN_BYTES = 8 << 10  # below, one call for many runs is worth its second copy
 
 Span = tuple[int, int]  # first and one past the last of the wanted rows
-Run = tuple[int, int, int]  # source row, destination row, how many rows follow each other on both sides
 
 
 def row_checksum(row: np.ndarray) -> bytes:
@@ -75,7 +75,9 @@ class RowRead:
         if not len(sources) == len(targets) == len(checksums):
             counts = f"{len(sources)} rows, {len(targets)} into_rows and {len(checksums)} checksums"
             raise LayoutMismatch(f"rows of {descriptor.region!r}: {counts} must be equally many")
-        if len(np.unique(targets)) != len(targets):
+        named = np.zeros(len(into), bool)
+        named[targets] = True
+        if np.count_nonzero(named) != len(targets):
             raise LayoutMismatch(f"rows of {descriptor.region!r}: into_rows names a row more than once")
         row_bytes = info.num_bytes // info.shape[0]
         flat = into.reshape(-1).view(np.uint8).reshape(len(into), row_bytes)
@@ -98,19 +100,31 @@ class RowRead:
             raise LayoutMismatch(f"region {self.descriptor.region!r} is smaller than its descriptor says")
         return whole[start : start + info.num_bytes].reshape(info.shape[0], self.row_bytes)
 
-    def spans(self, chunk_bytes: int) -> Iterator[tuple[Span, list[Run]]]:
-        """The rows in order, about `chunk_bytes` at a time (one row at least), as runs that are adjacent on both sides."""
+    def spans(self, chunk_bytes: int) -> Iterator[tuple[Span, np.ndarray]]:
+        """The rows in order, at most `chunk_bytes` at a time (one row at least), as runs that are adjacent on both sides.
+
+        Runs are int64 [N, 3]: source row, destination row, how many rows.
+        """
         step = max(1, chunk_bytes // self.row_bytes)
         starts = np.ones(len(self.rows), bool)
         starts[1:] = (np.diff(self.rows) != 1) | (np.diff(self.into_rows) != 1)
         starts[::step] = True
         first = np.flatnonzero(starts)
         counts = np.diff(first, append=len(self.rows))
-        runs = list(zip(self.rows[first].tolist(), self.into_rows[first].tolist(), counts.tolist(), strict=True))
+        runs = np.stack([self.rows[first], self.into_rows[first], counts], axis=1)
         borders = np.searchsorted(first, np.arange(0, len(self.rows) + step, step)).tolist()
         for chunk in range(math.ceil(len(self.rows) / step)):
             span = (chunk * step, min((chunk + 1) * step, len(self.rows)))
             yield span, runs[borders[chunk] : borders[chunk + 1]]
+
+    def copy(self, source: np.ndarray, span: Span, runs: np.ndarray) -> None:
+        """Put the rows of `span` in their places. source uint8 [num_rows, row_bytes]: the pool."""
+        first, stop = span
+        if len(runs) * SMALL_RUN_BYTES > (stop - first) * self.row_bytes:
+            self.target[self.into_rows[first:stop]] = source[self.rows[first:stop]]
+            return
+        for row, into_row, count in runs.tolist():
+            self.target[into_row : into_row + count] = source[row : row + count]
 
     def fill(self, arrivals: Iterator[Span]) -> None:
         """Check the rows of each span as it arrives; raises `ChecksumMismatch`, unless `arrivals` knows the cause."""

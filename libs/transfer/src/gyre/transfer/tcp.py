@@ -233,7 +233,7 @@ def _arrivals(line: Line, wanted: RowRead) -> Iterator[Span]:
     landing = np.empty((max(1, ROWS_CHUNK_BYTES // wanted.row_bytes), wanted.row_bytes), np.uint8)
     for (first, stop), runs in wanted.spans(ROWS_CHUNK_BYTES):
         if len(runs) == 1:
-            _, into_row, count = runs[0]
+            _, into_row, count = runs[0].tolist()
             line.receive(as_bytes(wanted.target[into_row : into_row + count]))
         else:
             line.receive(as_bytes(landing[: stop - first]))
