@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from datetime import timedelta
@@ -20,7 +21,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 def make(kind: str, dtype: str, stage: int, tied: bool = True, core: bool = True, policy: str = "",
-         loss: dict[str, float] | None = None) -> RankBackend:
+         loss: dict[str, float] | None = None, memory_bytes: float = math.inf) -> RankBackend:
     """One rank's backend over the tiny decoder, or over the model of transformers in the directory `policy`."""
     decoder: Any = tiny_decoder(tied=tied).to(getattr(torch, dtype))
     if policy:
@@ -28,17 +29,18 @@ def make(kind: str, dtype: str, stage: int, tied: bool = True, core: bool = True
 
         decoder = TransformersModel.load(Path(policy), getattr(torch, dtype))
     optimizer = OptimizerConfig(learning_rate=0.01, weight_decay=0.1) if core else None
+    losses = LossConfig(**(loss or {}))
     if kind == "fsdp":
         from gyre.trainer.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(decoder, LossConfig(**(loss or {})), optimizer, "cpu", stage)
+        return FsdpBackend(decoder, losses, optimizer, "cpu", stage, memory_bytes=memory_bytes)
     if kind == "deepspeed":
         from gyre.trainer.backends.deepspeed import DeepSpeedBackend
 
-        return DeepSpeedBackend(decoder, LossConfig(**(loss or {})), optimizer, "cpu", stage)
+        return DeepSpeedBackend(decoder, losses, optimizer, "cpu", stage, memory_bytes=memory_bytes)
     from gyre.trainer.backends.replicas import ReplicatedBackend
 
-    return ReplicatedBackend(decoder, LossConfig(**(loss or {})), optimizer, "cpu")
+    return ReplicatedBackend(decoder, losses, optimizer, "cpu", memory_bytes=memory_bytes)
 
 
 def join(rank: int, num_ranks: int, store: Path) -> GlooChannel:

@@ -182,20 +182,20 @@ def rank_backend(config: TrainerConfig, place: Place) -> RankBackend:
     """This rank's share of the worker's backend. Raises ConfigError if DeepSpeed is asked for and not installed."""
     optimizer, model = config.optimizer if config.is_core else None, load_model(config)
     device = f"cuda:{place.local_rank}" if config.device == "cuda" else config.device
-    kind, stage = config.training.backend, config.training.stage
+    kind, stage, memory = config.training.backend, config.training.stage, config.memory_bytes
     if kind == "torch":
         from gyre.trainer.backends.replicas import ReplicatedBackend
 
-        return ReplicatedBackend(model, config.loss, optimizer, device, load_reference(config, model), config.memory_bytes)
+        return ReplicatedBackend(model, config.loss, optimizer, device, load_reference(config, model), memory)
     if kind == "fsdp":
         from gyre.trainer.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
+        return FsdpBackend(model, config.loss, optimizer, device, stage, load_reference(config, model), memory)
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("training.backend = 'deepspeed': it is not installed; install opengyre-trainer[deepspeed]")
     from gyre.trainer.backends.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
+    return DeepSpeedBackend(model, config.loss, optimizer, device, stage, load_reference(config, model), memory)
 
 
 def load_reference(config: TrainerConfig, model: PolicyModel) -> PolicyModel | None:
