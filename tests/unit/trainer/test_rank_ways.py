@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,21 +14,16 @@ import pytest
 import torch
 from cell_of_ranks import Ranks
 from gyre.contracts.microstep import MicroStep
-from gyre.runtime.config import OptimizerConfig
+from gyre.policy.checkpoint import save_checkpoint
 from gyre.trainer.backends.split import split
 from gyre.trainer.backends.torch import TorchBackend
-from gyre.trainer.loss import LossConfig
 from gyre.trainer.metrics import WAYS
 from gyre.trainer.tree_forward import LOGITS_CHUNK
 from gyre.trainer.tree_training import HeldBytes, held_bytes
+from rank_cases import KINDS, TOLERANCE, WIDEST, alone, apart, exported, fits, wide
 from trees import hand_built, random_micro_step, tiny_decoder
 
-KINDS = [("torch", 0), ("fsdp", 2), ("fsdp", 3)]
-if importlib.util.find_spec("deepspeed"):
-    KINDS += [("deepspeed", stage) for stage in (1, 2, 3)]
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
-CASES = [(kind, stage, "float32" if kind == "deepspeed" else "float64") for kind, stage in KINDS]
-CASES += [(kind, stage, "bfloat16") for kind, stage in KINDS if kind == "fsdp" or stage > 1]
+CASES = [*WIDEST, *((*k, "bfloat16") for k in KINDS if k[0] != "torch" and fits(*k, "bfloat16"))]
 
 LARGE = [random_micro_step(seed, num_trees=3, tree_tokens=60) for seed in (1, 2)]
 SMALL = random_micro_step(3, num_trees=2, tree_tokens=4)
@@ -48,25 +46,6 @@ def budget_for(way: str, dtype: str) -> float:
     ways = {costs.way(size, 2, budget) for size in sizes}
     assert ways == {way} and small <= budget
     return budget
-
-
-def alone(dtype: str, loss: dict[str, float] | None = None, tied: bool = True) -> TorchBackend:
-    optimizer = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
-    return TorchBackend(tiny_decoder(tied=tied).to(getattr(torch, dtype)), LossConfig(**(loss or {})), optimizer)
-
-
-def exported(backend: Any) -> np.ndarray:
-    arrays = {n: np.zeros(shape, dtype) for n, (shape, dtype) in backend.gradient_shapes().items()}
-    backend.export_gradients(arrays)
-    return np.concatenate([a.ravel() for a in arrays.values()]).astype(np.float64)
-
-
-def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
-    return np.concatenate([t.double().numpy().ravel() for t in weights.values()])
-
-
-def apart(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-300))
 
 
 def add_to_both(two: Any, one: TorchBackend, micro_step: MicroStep, tolerance: float) -> str:
@@ -92,16 +71,16 @@ def test_two_ranks_that_cannot_hold_a_micro_step_are_one_that_can(
             assert ways == ["whole", way, way, "whole", way]
             assert apart(exported(two), exported(one)) < tolerance
             assert two.update(0.125, 0.01, 0.5) == pytest.approx(one.update(0.125, 0.01, 0.5), rel=tolerance)
-        assert apart(flat(two.weights()), flat(one.weights())) < tolerance
+        assert apart(wide(two.weights()), wide(one.weights())) < tolerance
 
 
 @pytest.mark.parametrize("way", ["checkpointed", "depth_first"])
-@pytest.mark.parametrize("kind, stage, dtype", [case for case in CASES if case[2] != "bfloat16"])
+@pytest.mark.parametrize("kind, stage, dtype", WIDEST)
 def test_a_reference_policy_and_an_entropy_bonus_go_every_way(
     two_ranks: Ranks, kind: str, stage: int, dtype: str, way: str
 ) -> None:
     loss = {"kl_coefficient": 0.1, "entropy_coefficient": 0.05}
-    tolerance, one = TOLERANCE[dtype], alone(dtype, loss, tied=False)
+    tolerance, one = TOLERANCE[dtype], alone(dtype, False, loss)
     options = {"loss": loss, "tied": False, "memory_bytes": budget_for(way, dtype)}
     with two_ranks.lead(kind, dtype, stage, **options) as two:
         for micro_step in LARGE:  # at the second the policy is no longer its reference
@@ -110,13 +89,14 @@ def test_a_reference_policy_and_an_entropy_bonus_go_every_way(
             assert two.update(0.25, 0.01, 1.0) == pytest.approx(one.update(0.25, 0.01, 1.0), rel=tolerance)
             two.sleep()
             two.wake()
-        assert apart(flat(two.weights()), flat(one.weights())) < tolerance
+        assert apart(wide(two.weights()), wide(one.weights())) < tolerance
 
 
 @pytest.mark.parametrize("kind, stage, dtype", CASES)
 def test_one_ranks_part_decides_for_all(two_ranks: Ranks, kind: str, stage: int, dtype: str) -> None:
     """The longer part has to be checkpointed, the shorter would fit whole."""
-    micro_step, costs, one = hand_built([-1, *range(29), -1, 30], [*range(1, 30), 31], [0] * 29 + [1]), held(dtype), alone(dtype)
+    micro_step = hand_built([-1, *range(29), -1, 30], [*range(1, 30), 31], [0] * 29 + [1])
+    costs, one = held(dtype), alone(dtype)
     sizes = [part.num_tokens for part in split(micro_step, 2) if part is not None]
     assert sorted(sizes) == [2, 30]
     with two_ranks.lead(kind, dtype, stage, memory_bytes=29 * costs.whole) as two:
@@ -125,7 +105,7 @@ def test_one_ranks_part_decides_for_all(two_ranks: Ranks, kind: str, stage: int,
 
 
 @pytest.mark.parametrize("way", ["whole", "checkpointed"])
-@pytest.mark.parametrize("kind, stage, dtype", [case for case in CASES if case[2] != "bfloat16"])
+@pytest.mark.parametrize("kind, stage, dtype", WIDEST)
 def test_one_rank_makes_its_logits_in_chunks_and_the_other_does_not(
     two_ranks: Ranks, kind: str, stage: int, dtype: str, way: str
 ) -> None:
@@ -143,4 +123,41 @@ def test_one_rank_makes_its_logits_in_chunks_and_the_other_does_not(
             assert add_to_both(two, one, micro_step, TOLERANCE[dtype]) == way
             assert apart(exported(two), exported(one)) < TOLERANCE[dtype]
             assert two.update(0.25, 0.01, 1.0) == pytest.approx(one.update(0.25, 0.01, 1.0), rel=TOLERANCE[dtype])
-        assert apart(flat(two.weights()), flat(one.weights())) < TOLERANCE[dtype]
+        assert apart(wide(two.weights()), wide(one.weights())) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind, stage, dtype", WIDEST)
+def test_a_worker_of_ranks_takes_its_budget_from_the_configuration(
+    two_ranks: Ranks, kind: str, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    decoder, one = tiny_decoder(), alone(dtype)
+    save_checkpoint(tmp_path, decoder.config, decoder.state_dict())
+    for memory_gib, way in ((1e-9, "depth_first"), (0.0, "whole")):  # 0: no bound
+        with two_ranks.lead(kind, dtype, stage, policy=str(tmp_path), memory_gib=memory_gib) as two:
+            assert add_to_both(two, one, SMALL, TOLERANCE[dtype]) == way
+            assert apart(exported(two), exported(one)) < TOLERANCE[dtype]
+            one.zero_gradients()
+
+
+def test_what_checkpointing_needs_is_loaded_when_a_worker_starts_and_not_in_its_first_micro_step(tmp_path: Path) -> None:
+    decoder = tiny_decoder()
+    save_checkpoint(tmp_path, decoder.config, decoder.state_dict())
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from gyre.runtime.config import CheckpointConfig, OptimizerConfig
+        from gyre.trainer.backends.launch import open_backend
+        from gyre.trainer.config import TrainerConfig
+        from gyre.trainer.loss import LossConfig
+        from gyre.trainer.step import MembershipRules
+        from trees import random_micro_step
+        policy, *nowhere = [Path(sys.argv[1])] * 3
+        config = TrainerConfig(1, 2, "r", "cpu", policy, *nowhere, "", 1, MembershipRules(1, 0), LossConfig(),
+                               OptimizerConfig(), CheckpointConfig())
+        backend, loaded = open_backend(config, None).backend, set(sys.modules)
+        backend.accumulate(random_micro_step(0))
+        print([name for name in set(sys.modules) - loaded if name.startswith("torch._dynamo")])
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

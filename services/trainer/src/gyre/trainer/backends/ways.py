@@ -67,7 +67,9 @@ class SharedWays:
             into[name].add_(sum_rows(total))
         return metrics
 
-    def _walk(self, part: MicroStep, weights: Mapping[str, torch.Tensor], totals: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    def _walk(self, part: MicroStep, weights: Mapping[str, torch.Tensor],
+              totals: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Locally: the gradient of `part` into `totals`."""
         assert self._held is not None
         self._plain.fill(weights)
         block_tokens = self._held.block_tokens(self._budget)
@@ -81,18 +83,19 @@ class PlainPolicy:
 
     def __init__(self, like: PolicyModel) -> None:
         hollow = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in like.parameters()}
-        self.model: PolicyModel = copy.deepcopy(like, dict(hollow))
-        assert isinstance(self.model, nn.Module)
-        names = {id(p): n for n, p in self.model.named_parameters()}
-        self._hollow = dict(self.model.named_parameters())
+        module = copy.deepcopy(like, dict(hollow))
+        assert isinstance(module, nn.Module)
+        self.model: PolicyModel = module
+        self._hollow, self._buffers = dict(module.named_parameters()), list(module.buffers())
+        names = {id(p): n for n, p in self._hollow.items()}
         # A tied parameter has several places under one name.
-        self._places = [(module, attribute, names[id(p)]) for module in self.model.modules()
-                        for attribute, p in module._parameters.items() if p is not None]
+        self._places = [(part, attribute, names[id(p)]) for part in module.modules()
+                        for attribute, p in part._parameters.items() if p is not None]
 
     def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Make these tensors, by name, its weights; they are not copied."""
         self._put({n: nn.Parameter(w, self._hollow[n].requires_grad) for n, w in weights.items()})
-        for buffer in self.model.buffers():
+        for buffer in self._buffers:
             buffer.data = buffer.to(next(iter(weights.values())).device)
 
     def empty(self) -> None:
