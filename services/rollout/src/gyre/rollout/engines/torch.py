@@ -29,7 +29,8 @@ from gyre.rollout.engines.base import (
 )
 from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
 from gyre.rollout.torch_engine.probe import predictions_agree
-from gyre.rollout.torch_engine.runner import PagedKV, Runner
+from gyre.rollout.torch_engine.kv import PagedKV
+from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
 from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfig
 

@@ -6,7 +6,8 @@ import torch
 from gyre.policy.attention import CausalAttention
 from gyre.policy.decoder import Decoder
 from gyre.rollout.engines.base import EventStream, GenerateRequest
-from gyre.rollout.torch_engine.runner import PagedKV, Runner
+from gyre.rollout.torch_engine.kv import PagedKV
+from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.sampler import Sampled
 from gyre.rollout.torch_engine.scheduler import Scheduler, SchedulerConfig
 
