@@ -32,7 +32,8 @@ from gyre.rollout.torch_engine.probe import predictions_agree
 from gyre.rollout.torch_engine.kv import PagedKV
 from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
-from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfig
+from gyre.rollout.torch_engine.scheduler import Scheduler, SchedulerConfig
+from gyre.rollout.torch_engine.sequence import Batch
 
 log = logging.getLogger(__name__)
 

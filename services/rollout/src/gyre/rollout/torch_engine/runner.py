@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from gyre.policy.decoder import Decoder
 from gyre.rollout.torch_engine.kv import PagedKV
-from gyre.rollout.torch_engine.scheduler import Batch, Slots
+from gyre.rollout.torch_engine.sequence import Batch, Slots
 
 _MIN_KEYS = 256  # rows whose contexts are all below this are never split into several attention calls
 
@@ -84,7 +84,7 @@ class Runner:
         starts_B = np.array(batch.starts)
         table_BM = slots.table[batch.slots]
         ends_B = counts_B.cumsum()
-        ids_T = _packed_ids(batch)
+        ids_T = _packed_ids(batch, slots)
         positions_T = np.arange(ends_B[-1]) + np.repeat(starts_B - (ends_B - counts_B), counts_B)
         size = self.cache.block_size
         rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
@@ -133,10 +133,11 @@ class Runner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _packed_ids(batch: Batch) -> np.ndarray:
+def _packed_ids(batch: Batch, slots: Slots) -> np.ndarray:
+    """Int64 [T]. A row that computes its last known token alone is a decode, and those are read without Python."""
+    if len(batch.rows) == len(batch.yields) == sum(batch.counts):
+        return slots.last_ids[batch.slots]
     rows = zip(batch.rows, batch.starts, batch.counts, strict=True)
-    if len(batch.rows) == sum(batch.counts):
-        return np.array([s.ids[start] for s, start, _ in rows], dtype=np.int64)
     return np.concatenate([s.ids[start : start + count] for s, start, count in rows]).astype(np.int64)
 
 
