@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -29,11 +30,13 @@ from gyre.rollout.engines.base import (
 )
 from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
 from gyre.rollout.torch_engine.probe import predictions_agree
-from gyre.rollout.torch_engine.kv import PagedKV
+from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
+from gyre.rollout.torch_engine.moves import StagedMover
 from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
 from gyre.rollout.torch_engine.scheduler import Scheduler, SchedulerConfig
 from gyre.rollout.torch_engine.sequence import Batch
+from gyre.rollout.torch_engine.shipping import InPlace, Staged
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ class TorchEngineConfig:
     `min_interval_s` is the shortest time between the starts of two iterations. A tiny model is through with a few
     sequences before the next ones arrive, and an iteration costs it much the same with one sequence as with many: the
     wait lets a batch gather and the gRPC server have its turns. Models that take longer anyway are not slowed.
-    From `thread_from_parameters` parameters on the model runs in a thread of its own.
+    From `thread_from_parameters` parameters on the model runs in a thread of its own. `staging_blocks` of host memory carry
+    what moves to and from a device; on a CPU blocks are read where they are.
     """
 
     scheduler: SchedulerConfig
@@ -56,6 +60,7 @@ class TorchEngineConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     min_interval_s: float = 0.004
     thread_from_parameters: int = 4_000_000
+    staging_blocks: int = 1024
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,13 @@ class _Weights:
 class TorchEngine:
     """`gyre.rollout.engines.base.Engine` on plain PyTorch. Starts without weights and with admission closed."""
 
-    capabilities = Capabilities()
-    mover: Mover | None = None
+    mover: Mover | None
 
-    def __init__(self, policy: PolicyConfig, config: TorchEngineConfig) -> None:
+    def __init__(
+        self, policy: PolicyConfig, config: TorchEngineConfig, transfer: RowTransfer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Without a `transfer` that serves memory requests move by their tokens alone. `clock` (s) is for leases."""
         self.failed = asyncio.Event()
         self._policy = policy
         self._config = config
@@ -87,16 +95,24 @@ class TorchEngine:
         self._work = asyncio.Event()
         self._thread: ThreadPoolExecutor | None = None
         self._driver: asyncio.Task[None] | None = None
+        self._transfer = transfer
+        layout = layout_of(policy, config.dtype, config.scheduler.block_size)
+        self._mover = StagedMover(self._scheduler, layout, self._boundary, clock, lambda: self._admitting)
+        self.mover = None if transfer is None else self._mover
+        self.capabilities = Capabilities() if transfer is None else Capabilities("staged", layout)
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """See `Engine.submit`."""
-        if not self._admitting:
+        """See `Engine.submit`. What was frozen here may come back with its ticket while the engine is paused."""
+        if not self._admitting and not (self._verified and self._mover.is_thaw(request)):
             raise AdmissionClosed(f"admission is closed: {self._why_closed()}")
         ids = request.prompt_ids
         if int(ids.min()) < 0 or int(ids.max()) >= self._policy.vocab_size:
             raise InvalidRequest(f"prompt_ids: every id must be in 0..{self._policy.vocab_size - 1}")
         stream = EventStream()
-        self._scheduler.add(request, stream)
+        holding = self._mover.find(request) if request.ticket else None
+        self._scheduler.add(request, stream, None if holding is None else holding.chain)
+        if holding is not None:
+            self._mover.adopted(request)
         if self._driver is None:
             self._driver = asyncio.get_running_loop().create_task(self._drive(), name="torch-engine")
             self._driver.add_done_callback(self._driver_ended)
@@ -127,7 +143,8 @@ class TorchEngine:
             self._runner = Runner(decoder, cache)
             self._weights = weights
             self._verified = False
-            self._scheduler.swap(version)
+            self._mover.void()
+            self._scheduler.swap(version, self._config.scheduler.keeps)
 
     async def export_ticket(self, request_id: str) -> bytes:
         """See `Engine.export_ticket`."""
@@ -144,6 +161,7 @@ class TorchEngine:
                 return 0
             self._asleep, self._verified = True, False
             self._end_all(Finish("abort", "the engine sleeps"))
+            self._mover.void()
             self._scheduler.swap(self._weights.version)
             return self._offload()
 
@@ -171,6 +189,7 @@ class TorchEngine:
 
     def load_report(self) -> LoadReport:
         """See `Engine.load_report`."""
+        self._mover.sweep()
         scheduler = self._scheduler
         size = self._config.scheduler.block_size
         return LoadReport(
@@ -191,6 +210,7 @@ class TorchEngine:
         """See `Engine.close`."""
         self._admitting = False
         self._end_all(Finish("abort", "the engine is closing"))
+        self._mover.void()
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
@@ -210,6 +230,7 @@ class TorchEngine:
             await self._work.wait()
 
     async def _iterate(self) -> None:
+        self._mover.sweep()
         batch = self._scheduler.schedule()
         if batch is None:
             return
@@ -244,12 +265,20 @@ class TorchEngine:
         config = self._config
         if self._thread is None and _num_parameters(self._policy) >= config.thread_from_parameters:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-model")
-        pool = self._scheduler.pool
-        return PagedKV(self._policy, pool.num_blocks, pool.block_size, config.dtype, config.device)
+        pool, transfer = self._scheduler.pool, self._transfer
+        cache = PagedKV(self._policy, pool.num_blocks, pool.block_size, config.dtype, config.device, transfer)
+        if transfer is not None:
+            in_place = cache.rows is not None
+            rows = min(config.staging_blocks, pool.num_blocks)
+            self._mover.shipping = InPlace(cache, pool, transfer) if in_place else Staged(cache, transfer, rows)
+        return cache
 
     def _offload(self) -> int:
         if self._runner is None:
             return 0
+        if self._mover.shipping is not None:
+            self._mover.shipping.close()
+            self._mover.shipping = None
         freed = self._runner.cache.num_bytes
         on_device = self._config.device.type != "cpu"
         if on_device:
@@ -271,6 +300,7 @@ class TorchEngine:
             log.error("the engine failed", exc_info=error)
             self._admitting = self._verified = False
             self._end_all(Finish("error", self._failure))
+            self._mover.void()
             self.failed.set()
 
     def _why_closed(self) -> str:

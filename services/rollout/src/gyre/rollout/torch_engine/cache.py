@@ -69,6 +69,10 @@ class BlockPool:
         """Blocks that `allocate` can hand out now, filed but unused ones included."""
         return len(self._free) + len(self._idle)
 
+    def serial(self, block: int) -> int | None:
+        """Names what a filed block holds; None for one that is not filed."""
+        return None if self._keys[block] is None else self._serials[block]
+
     def match(self, root: Root, ids: np.ndarray) -> tuple[list[int], Tip]:
         """Takes a reference on the longest filed prefix of `ids` (int32 [T]); returns its blocks in order and its tip.
 

@@ -14,7 +14,14 @@ from gyre.policy.model import ModelShape
 from gyre.transfer import RegionDescriptor
 
 REGION = "kv"
+LAYOUT_VERSION = 1  # of a block: [layers, block_size, 2, K, D]
 _NUMPY = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "uint16", torch.float16: "float16"}
+
+
+def layout_of(shape: ModelShape, dtype: torch.dtype, block_size: int) -> str:
+    """What two engines must have in common to read each other's blocks, weights aside (their version is compared)."""
+    sizes = f"v{shape.vocab_size}-l{shape.num_layers}-k{shape.num_kv_heads}-d{shape.head_dim}"
+    return f"gyre-torch-{LAYOUT_VERSION}:{sizes}:{str(dtype).removeprefix('torch.')}:b{block_size}"
 
 
 class RegisteredRows(Protocol):
