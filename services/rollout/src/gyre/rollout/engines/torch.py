@@ -29,9 +29,9 @@ from gyre.rollout.engines.base import (
     WeightsMismatch,
 )
 from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
-from gyre.rollout.torch_engine.probe import predictions_agree
 from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
 from gyre.rollout.torch_engine.moves import StagedMover
+from gyre.rollout.torch_engine.probe import predictions_agree
 from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
 from gyre.rollout.torch_engine.scheduler import Scheduler, SchedulerConfig
