@@ -61,6 +61,7 @@ class TorchEngineConfig:
     min_interval_s: float = 0.004
     thread_from_parameters: int = 4_000_000
     staging_blocks: int = 1024
+    is_deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,14 @@ class TorchEngine:
         self.capabilities = Capabilities() if transfer is None else Capabilities("staged", layout)
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """See `Engine.submit`. What was frozen here may come back with its ticket while the engine is paused."""
-        if not self._admitting and not (self._verified and self._mover.is_thaw(request)):
+        """See `Engine.submit`."""
+        holding = self._mover.find(request) if request.ticket else None
+        if not self._admitting and (holding is None or not self._verified):
             raise AdmissionClosed(f"admission is closed: {self._why_closed()}")
         ids = request.prompt_ids
         if int(ids.min()) < 0 or int(ids.max()) >= self._policy.vocab_size:
             raise InvalidRequest(f"prompt_ids: every id must be in 0..{self._policy.vocab_size - 1}")
         stream = EventStream()
-        holding = self._mover.find(request) if request.ticket else None
         self._scheduler.add(request, stream, None if holding is None else holding.chain)
         if holding is not None:
             self._mover.adopted(request)
@@ -204,6 +205,7 @@ class TorchEngine:
             num_tokens_prefilled=scheduler.num_prefilled,
             num_tokens_reused=scheduler.num_reused,
             num_preempted=scheduler.num_preempted,
+            num_held=self._mover.num_held,
         )
 
     async def close(self) -> None:

@@ -13,10 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gyre.rollout.engines.base import GenerateRequest
-from gyre.rollout.engines.moving import ExportOf, Frozen, MoveRefused, Offer, Reservation, Stage, TicketUnknown
+from gyre.rollout.engines.moving import (
+    ExportOf,
+    Frozen,
+    MoveRefused,
+    Offer,
+    Reservation,
+    Stage,
+    TicketUnknown,
+    tokens_digest,
+)
 from gyre.rollout.torch_engine.scheduler import Scheduler
 from gyre.rollout.torch_engine.shipping import Shipping
-from gyre.rollout.torch_engine.tickets import Export, Holding, Import, Published, tokens_digest
+from gyre.rollout.torch_engine.tickets import Export, Holding, Import, Published
 
 _MAX_EPOCHS = 4096  # of tickets that are gone; a reservation of an older epoch may still be under way
 
@@ -48,6 +57,11 @@ class StagedMover:
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def num_held(self) -> int:
+        """Tickets that hold KV or room for it."""
+        return len(self._leases)
+
     async def open_export(self, ticket: str, what: ExportOf, lease_s: float) -> Offer:
         """See `Mover.open_export`. Idempotent."""
         shipping = self._need_shipping()
@@ -59,7 +73,7 @@ class StagedMover:
         elif export.what != what:
             raise MoveRefused(f"ticket: {ticket!r} was given for {export.what}")
         self._renew(ticket, lease_s)
-        return export.offer(ticket, self._layout, shipping.region)
+        return export.offer(ticket, self._layout, shipping.region, shipping.block_bytes)
 
     async def read_stage(self, ticket: str, first_block: int) -> Stage:
         """See `Mover.read_stage`."""
@@ -130,10 +144,6 @@ class StagedMover:
         held = self._exports.get(ticket) or self._imports.get(ticket)
         holding = None if held is None else held.holding
         return holding if holding is not None and holding.fits(request) else None
-
-    def is_thaw(self, request: GenerateRequest) -> bool:
-        """Whether the request was frozen here and comes back with its ticket."""
-        return request.ticket.decode("utf-8", "replace") in self._exports and self.find(request) is not None
 
     def adopted(self, request: GenerateRequest) -> None:
         """The chain that `find` gave belongs to a request now; the ticket is used."""

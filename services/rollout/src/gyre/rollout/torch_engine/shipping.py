@@ -28,6 +28,9 @@ class Shipping(Protocol):
     @property
     def region(self) -> str: ...
 
+    @property
+    def block_bytes(self) -> int: ...
+
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         """Makes blocks readable, which must not change meanwhile; their rows and checksums. Raises MoveRefused: no room."""
         ...
@@ -61,6 +64,10 @@ class InPlace:
     @property
     def region(self) -> str:
         return self._cache.region
+
+    @property
+    def block_bytes(self) -> int:
+        return self._rows[0].nbytes
 
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         serials = [self._pool.serial(block) for block in blocks]
@@ -96,6 +103,10 @@ class Staged:
     @property
     def region(self) -> str:
         return json.dumps(self._transfer.describe_rows(STAGING).to_wire())
+
+    @property
+    def block_bytes(self) -> int:
+        return self._rows[0].nbytes
 
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         rows = self._take(len(blocks))

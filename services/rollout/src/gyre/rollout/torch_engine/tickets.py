@@ -7,20 +7,14 @@ whatever a ticket holds is neither handed out nor evicted. Bookkeeping only; byt
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 from gyre.rollout.engines.base import GenerateRequest
-from gyre.rollout.engines.moving import ExportOf, Frozen, MoveRefused, Offer, Reservation, Stage
+from gyre.rollout.engines.moving import ExportOf, Frozen, MoveRefused, Offer, Reservation, Stage, tokens_digest
 from gyre.rollout.torch_engine.cache import Chain
 from gyre.rollout.torch_engine.scheduler import Scheduler
 from gyre.rollout.torch_engine.sequence import Sequence
-
-
-def tokens_digest(ids: np.ndarray) -> bytes:
-    """16 bytes over token ids (int32 [T])."""
-    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -67,15 +61,15 @@ class Export:
         else:
             self.holding = self._cached(what.namespace)
 
-    def offer(self, ticket: str, layout: str, region: str) -> Offer:
+    def offer(self, ticket: str, layout: str, region: str, block_bytes: int) -> Offer:
         """What the destination must know."""
         version = self._scheduler.version
         if self._sequence is not None:
             known, most = self._sequence.num_known, len(self._sequence.ids)
-            return Offer(ticket, layout, version, self._sequence.request.namespace, known, most, region)
+            return Offer(ticket, layout, version, self._sequence.request.namespace, known, most, region, block_bytes)
         assert self.holding is not None
         num = len(self.holding.ids)
-        return Offer(ticket, layout, version, self.holding.namespace, num, num, region)
+        return Offer(ticket, layout, version, self.holding.namespace, num, num, region, block_bytes)
 
     def full_blocks(self) -> list[int]:
         """The blocks that do not change any more, pinned from now on. Raises MoveRefused if the request has ended."""
