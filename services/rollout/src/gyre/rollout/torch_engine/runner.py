@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gyre.policy.decoder import Decoder
+from gyre.policy.model import PolicyModel
 from gyre.rollout.torch_engine.kv import PagedKV
 from gyre.rollout.torch_engine.sequence import Batch, Slots
 
@@ -69,13 +69,12 @@ class PagedAttention:
 
 
 class Runner:
-    """Decoder and cache on one device. `run` is the only thing that touches the model."""
+    """Model and cache on one device. `run` is the only thing that touches the model."""
 
-    def __init__(self, decoder: Decoder, cache: PagedKV) -> None:
-        self.decoder = decoder
+    def __init__(self, model: PolicyModel, cache: PagedKV) -> None:
+        self.model = model
         self.cache = cache
-        self._device = decoder.model.norm.weight.device
-        self._dtype = decoder.model.norm.weight.dtype
+        self._device, self._dtype = cache.pool.device, cache.pool.dtype
 
     @torch.inference_mode()
     def run(self, batch: Batch, slots: Slots) -> torch.Tensor:
@@ -90,11 +89,11 @@ class Runner:
         rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
         places_T = self.cache.places(table_BM[rows_T, positions_T // size], positions_T % size)
         attention = PagedAttention(self.cache, self._tensor(places_T), self._groups(counts_B, starts_B, table_BM))
-        hidden_TE = self.decoder(self._tensor(ids_T), self._tensor(positions_T), attention)
+        hidden_TE = self.model(self._tensor(ids_T), self._tensor(positions_T), attention)
         last_R = ends_B[batch.yields] - 1
         if len(last_R) < len(ids_T):
             hidden_TE = hidden_TE.index_select(0, self._tensor(last_R))
-        return self.decoder.logits(hidden_TE)
+        return self.model.logits(hidden_TE)
 
     def _groups(self, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray) -> list[_Group]:
         """Rows of like shape together: decodes apart from prefills, long contexts apart from short ones."""
