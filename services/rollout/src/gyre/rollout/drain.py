@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -36,6 +36,14 @@ class _Trip:
         return self.move.ticket.encode()
 
 
+@dataclass(slots=True)
+class _Left:
+    """Calls that left the engine before they ended."""
+
+    moved: set[LiveCall] = field(default_factory=set)
+    cut: set[LiveCall] = field(default_factory=set)
+
+
 class Drain:
     """Moves calls and prefixes off engines. `prefix` makes tickets differ from those of an earlier life of the service."""
 
@@ -53,33 +61,34 @@ class Drain:
         """
         engine = self._routes.engines[cell]
         calls = {call: call.num_unfinished for call in engine.live}
-        moved: set[LiveCall] = set()
+        left = _Left()
         if not self._routes.admits.is_set():
             await _within(timeout_s, (call.silence() for call in calls))
         else:
-            await _within(timeout_s, (self._evacuate(call, engine, epoch, moved) for call in calls))
+            await _within(timeout_s, (self._evacuate(call, engine, epoch, left) for call in calls))
         cut = [call for call in engine.live if call.cut("drained")]
         await _within(timeout_s, (call.silence() for call in cut))
         if self._routes.admits.is_set():
             await _within(self._limits.prefixes_s, (self._move_prefix(e, engine, epoch)
                                                     for e in self._routes.idle_on(cell)))
-        left = {call for call, before in calls.items() if call.num_unfinished > before} | set(cut)
-        return len(moved), len(left - moved)
+        left.cut |= {call for call, before in calls.items() if call.num_unfinished > before} | set(cut)
+        return len(left.moved), len(left.cut - left.moved)
 
     # ------------------------------------------------------------ calls
 
-    async def _evacuate(self, call: LiveCall, source: Engine, epoch: int, moved: set[LiveCall]) -> None:
+    async def _evacuate(self, call: LiveCall, source: Engine, epoch: int, left: _Left) -> None:
         """Get one call off an engine: moved, or replayed with the reason for it."""
         tried: set[int] = set()
         reason = ""
         while call.is_on(source):
             found = self._destination(call.job.execution, call.num_tokens(), call.max_tokens(), source, tried)
             if isinstance(found, str):
+                left.cut.add(call)
                 self._replay(call, reason or found)
                 return
             tried.add(found.cell)
             trip = self._trip(ExportOf(request_id=call.request_id), call.request_id, epoch, source, found)
-            reason = await self._bounded(trip, call.max_tokens(), self._carry(call, trip, moved))
+            reason = await self._bounded(trip, call.max_tokens(), self._carry(call, trip, left))
 
     def _replay(self, call: LiveCall, reason: str) -> None:
         """Cut a call off its engine; it goes where it would have been moved to."""
@@ -87,7 +96,7 @@ class Drain:
             call.go_on(call.number, [Route(engine, reason=reason)])
         call.cut(reason)
 
-    async def _carry(self, call: LiveCall, trip: _Trip, moved: set[LiveCall]) -> str:
+    async def _carry(self, call: LiveCall, trip: _Trip, left: _Left) -> str:
         """Move a call. Returns why it did not arrive at the destination, in one word; empty if it did."""
         number, progress = call.number, Progress()
         if not call.is_on(trip.source):
@@ -104,7 +113,7 @@ class Drain:
                 self._release(trip, keeps_destination=has_arrived)
                 _describe(span, progress, "moved" if has_arrived else progress.reason or "lost")
         if has_arrived:
-            moved.add(call)
+            left.moved.add(call)
             self._count(progress)
             self._routes.counts.num_moved += 1
         return "" if has_arrived else progress.reason or "lost"
