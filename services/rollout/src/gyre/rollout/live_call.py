@@ -51,6 +51,8 @@ class LiveCall:
         self.is_over = False
         self._task: asyncio.Task[str] | None = None
         self._has_spoken = False
+        self._silent = asyncio.Event()
+        self._silent.set()
         self._decided = asyncio.Event()
         self._decided.set()
         self._landed: asyncio.Future[Route | None] | None = None
@@ -62,6 +64,7 @@ class LiveCall:
     def begin(self, route: Route, request_id: str, task: asyncio.Task[str]) -> None:
         """A try begins, called `request_id` on its engine."""
         self.route, self.request_id, self._task, self._has_spoken = route, request_id, task, False
+        self._silent.clear()
         route.engine.live.add(self)
 
     def end(self) -> None:
@@ -71,6 +74,7 @@ class LiveCall:
         if self._has_spoken:
             self.routes.clear()
         self.route = self._task = None
+        self._silent.set()
 
     def take(self, number: int, chunk: Chunk) -> bool:
         """A chunk of try `number`; False if that is not the current one. Raises EngineGone if it does not fit."""
@@ -161,9 +165,12 @@ class LiveCall:
 
     async def silence(self, timeout_s: float | None = None) -> None:
         """Until the current try has ended; with `timeout_s` it is cut off then."""
-        if self._task is not None:
-            await asyncio.wait({self._task}, timeout=timeout_s)
-            self.cut(self.reason)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._silent.wait()
+        except TimeoutError:
+            self.cut("late")
+            await self._silent.wait()
 
     def cut(self, reason: str) -> bool:
         """End the current try. The call goes on by the routes it was given, else from its tokens wherever there is room.
