@@ -66,12 +66,13 @@ class Drain:
             await _within(timeout_s, (call.silence() for call in calls))
         else:
             await _within(timeout_s, (self._evacuate(call, engine, epoch, left) for call in calls))
-        cut = [call for call in engine.live if call.cut("drained")]
-        await _within(timeout_s, (call.silence() for call in cut))
+        last = list(engine.live)
+        left.cut.update(call for call in last if call.cut("drained"))
+        await _within(timeout_s, (call.silence() for call in last))
         if self._routes.admits.is_set():
             await _within(self._limits.prefixes_s, (self._move_prefix(e, engine, epoch)
                                                     for e in self._routes.idle_on(cell)))
-        left.cut |= {call for call, before in calls.items() if call.num_unfinished > before} | set(cut)
+        left.cut.update(call for call, before in calls.items() if call.num_unfinished > before)
         return len(left.moved), len(left.cut - left.moved)
 
     # ------------------------------------------------------------ calls
