@@ -95,10 +95,11 @@ class Output:
         kv_versions = chunk.kv_versions or chunk.versions
         if chunk.index != len(self.ids):
             raise EngineGone(f"chunk begins at {chunk.index}, but {len(self.ids)} tokens were emitted")
-        if not (len(new) == len(chunk.versions) == len(kv_versions) == len(chunk.logprobs)
-                == len(chunk.behaviour_logprobs)):
-            raise EngineGone(f"chunk of {len(new)} ids has {len(chunk.versions)}/{len(kv_versions)} versions and "
+        if not len(new) == len(chunk.versions) == len(chunk.logprobs) == len(chunk.behaviour_logprobs):
+            raise EngineGone(f"chunk of {len(new)} ids has {len(chunk.versions)} versions and "
                              f"{len(chunk.logprobs)}/{len(chunk.behaviour_logprobs)} logprobs")
+        if len(kv_versions) != len(new):
+            raise EngineGone(f"chunk of {len(new)} ids has {len(kv_versions)} KV versions")
         self.ids.extend(new)
         self.versions.extend(chunk.versions)
         self.kv_versions.extend(kv_versions)
