@@ -16,6 +16,7 @@ from gyre.rollout.attempt import Attempt, Chunk, EngineGone, Job, Output
 from gyre.rollout.engine_cell import EngineCell
 from gyre.rollout.engine_client import GrpcEngine
 from gyre.rollout.engine_rpc import SERVICE, EngineRpc
+from gyre.rollout.engines.base import GenerateRequest
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
 from gyre.rollout.engines.weights import NoWeights
 from gyre.rollout.gateway.session import StallMeter
@@ -51,9 +52,8 @@ class Pace:
         self.allow(64)
 
     async def sleep(self, _: float) -> None:
-        if self._is_free:
-            await asyncio.sleep(0)
-        else:
+        await asyncio.sleep(0)  # everybody gets a turn
+        if not self._is_free:
             await self._left.acquire()
 
 
@@ -142,8 +142,11 @@ class Stage:
 
     @classmethod
     async def open(cls, root: Path, num: int = 2, config: ScriptedConfig | None = None, limits: MoveLimits = QUICK,
-                   clock: Clock | None = None, version: int = 0) -> Stage:
-        nodes = [await _node(root, number, config or ScriptedConfig(), version) for number in range(num)]
+                   clock: Clock | None = None, last: ScriptedConfig | None = None) -> Stage:
+        """`num` engines of one kind; the last one may be of another."""
+        configs = [config or ScriptedConfig()] * num
+        configs[-1] = last or configs[-1]
+        nodes = [await _node(root, number, config) for number, config in enumerate(configs)]
         clock = clock or SystemClock()
         router = Router({n: node.client for n, node in enumerate(nodes)}, RouterLimits(moves=limits), clock)
         stage = cls(nodes, router, clock)
@@ -165,6 +168,19 @@ class Stage:
         self.stalls[name] = StallMeter()
         self.calls[name] = asyncio.create_task(self.router.generate(job, self.outputs[name], self.stalls[name]))
         return self.calls[name]
+
+    async def begin_on(self, cell: int, name: str) -> None:
+        """Start a call of execution `name` on that engine."""
+        for other in range(len(self.nodes)):
+            self.router.set_admitting(other, other == cell)
+        engine = self.nodes[cell].engine
+        num_running = engine.load_report().num_running
+        self.call(name)
+        async with asyncio.timeout(10):
+            while engine.load_report().num_running == num_running:
+                await asyncio.sleep(0.001)
+        for other in range(len(self.nodes)):
+            self.router.set_admitting(other, True)
 
     async def until_said(self, name: str, num_tokens: int) -> None:
         """Until so many tokens of the call have arrived."""
@@ -194,9 +210,8 @@ class Stage:
         """Nobody holds anything of any move, and no call is anywhere."""
         async with asyncio.timeout(5):
             for cell, node in enumerate(self.nodes):
-                while node.engine.load_report().num_held or self.router.num_live(cell):
+                while _holds_something(node.engine) or self.router.num_live(cell):
                     await asyncio.sleep(0.001)
-                assert node.engine.load_report().num_running == 0
 
     async def close(self) -> None:
         for task in self.calls.values():
@@ -214,14 +229,17 @@ def job_of(name: str, max_tokens: int = 60, prompt_tokens: int = PROMPT_TOKENS) 
 
 async def undisturbed(job: Job) -> list[int]:
     """What one engine would say if nothing happened."""
-    from gyre.rollout.engines.base import GenerateRequest
-
     script = seeded_script(VOCAB)
     request = GenerateRequest("alone", job.prompt, job.max_tokens, seed=job.sampling.seed)
     return [token.token_id for token, _ in zip(script(request), range(job.max_tokens), strict=False)]
 
 
-async def _node(root: Path, number: int, config: ScriptedConfig, version: int) -> Node:
+def _holds_something(engine: ScriptedEngine) -> bool:
+    report = engine.load_report()
+    return report.num_held + report.num_running + report.num_waiting > 0
+
+
+async def _node(root: Path, number: int, config: ScriptedConfig) -> Node:
     pace = Pace()
     engine = make_engine(pace, config)
     cell = EngineCell(engine, DeviceLock(root / "cells", number, "engine"), NoWeights())
@@ -232,5 +250,5 @@ async def _node(root: Path, number: int, config: ScriptedConfig, version: int) -
     async with asyncio.timeout(30):
         await channel.channel_ready()
     client = FaultyEngine(channel)
-    await client.wake(0, WeightsPublished(version, f"c{version}", 0, f"checkpoints/{version}"))
+    await client.wake(0, WeightsPublished(0, "c0", 0, "checkpoints/0"))
     return Node(cell, engine, pace, server, client)

@@ -150,17 +150,19 @@ class Drain:
                      tried: set[int]) -> Engine | str:
         """The best engine that can take what the source holds, or one word why it has to be computed again."""
         said, limits = source.said, self._limits
+        others = [e for e in self._routes.destinations(execution, max_tokens) if e is not source]
+        if not others:
+            return "nowhere"
         if said.migration == "replay":
             return "unable"
         if num_tokens < limits.min_tokens:
             return "short"
-        others = [e for e in self._routes.destinations(execution, max_tokens) if e is not source]
         same = [e for e in others if (e.said.migration, e.said.layout) == (said.migration, said.layout)]
         able = [e for e in same if e.said.version == said.version]
         left = [e for e in able if e.cell not in tried]
         if left and len(tried) < limits.max_destinations:
             return left[0]
-        return "failed" if able else "version" if same else "layout" if others else "nowhere"
+        return "failed" if able else "version" if same else "layout"
 
     # ------------------------------------------------------------ prefixes
 
