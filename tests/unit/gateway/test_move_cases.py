@@ -81,7 +81,7 @@ async def test_when_every_destination_is_full_the_call_is_replayed(open_stage: O
 
 
 async def test_room_promised_to_one_call_is_not_promised_to_the_next(open_stage: Open) -> None:
-    stage = await open_stage(3, config=ScriptedConfig(kv_tokens=1000))
+    stage = await open_stage(3, config=ScriptedConfig(kv_tokens=900))
     await begun(stage)
     await stage.begin_on(0, "y")
     stage.nodes[0].pace.allow(20)
