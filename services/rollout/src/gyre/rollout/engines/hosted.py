@@ -186,6 +186,7 @@ class HostedEngine:
             await self._open.wait()
             if live.ending is not None:
                 return live.ending
+            before = len(live.kept)
             ended = await self._call(live)
             live.num_reused = live.num_reused or ended.num_reused
             if ended.reason == "error":
@@ -196,6 +197,8 @@ class HostedEngine:
                 return live.ending
             if ended.reason == "no_ticket":
                 log.warning("request %s: %s; computed from its tokens", live.request.request_id, ended.detail)
+            elif ended.reason in ("stop", "length") and len(live.kept) > before:
+                continue  # at an end of the host's own choosing; only the request's stop tokens end it
             elif ended.reason != "abort" or self._open.is_set():
                 return Finish("error", f"the host ended the call with {ended.reason} {ended.detail}".rstrip())
 
