@@ -54,6 +54,7 @@ class EngineConfig:
     carry: Literal["recompute", "keep"] = "recompute"
     min_interval_ms: float = 4.0  # between the starts of two iterations, so that requests gather into a batch
     flush_ms: float = 50.0  # longest time a sampled token waits before it is sent on
+    move_min_tokens: int = 256  # a call with fewer computed tokens is replayed elsewhere instead of moved
     script_token_ms: float = 1.0  # scripted engine: time per token
     server: EngineServerConfig = field(default_factory=EngineServerConfig)
 
@@ -321,6 +322,7 @@ def check_run(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value}: must be greater than 0")
     for key, value in {"burst.phi": config.burst.phi, "admission.max_paths": config.admission.max_paths,
                        "optimizer.learning_rate": config.optimizer.learning_rate,
+                       "engine.move_min_tokens": config.engine.move_min_tokens,
                        "evaluation.num_tasks": config.evaluation.num_tasks}.items():
         if value < 0:
             raise ConfigError(f"{key} = {value}: must not be negative")
