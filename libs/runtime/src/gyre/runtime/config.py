@@ -33,10 +33,20 @@ class CellsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineServerConfig:
+    """The server of a backend that is a server of its own (vllm, tensorrt_llm, sglang)."""
+
+    python: str = ""  # interpreter of the environment the engine is installed in; empty: $GYRE_<BACKEND>_PYTHON, else found
+    arguments: tuple[str, ...] = ()  # added to its command line; a later one wins over ours
+    url: str = ""  # instead: one server for cell 0 that runs already, on this machine
+    start_timeout_s: float = 600.0  # from its start until it answers
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The rollout engine of every cell."""
 
-    backend: str = "auto"  # auto | torch | scripted
+    backend: str = "auto"  # auto | torch | scripted | vllm
     kv_tokens: int = 32768  # size of the KV pool, in tokens
     max_running: int = 128  # live requests at once
     max_waiting: int = 1024  # queued requests; one more is refused
@@ -44,7 +54,9 @@ class EngineConfig:
     carry: Literal["recompute", "keep"] = "recompute"
     min_interval_ms: float = 4.0  # between the starts of two iterations, so that requests gather into a batch
     flush_ms: float = 50.0  # longest time a sampled token waits before it is sent on
+    move_min_tokens: int = 256  # a call with fewer computed tokens is replayed elsewhere instead of moved
     script_token_ms: float = 1.0  # scripted engine: time per token
+    server: EngineServerConfig = field(default_factory=EngineServerConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +271,8 @@ NOT_BUILT = {
     "cells.tensor_parallel": "tensor parallelism", "cells.context_parallel": "context parallelism",
     "cells.expert_parallel": "expert parallelism", "cells.nodes_per_cell": "several nodes in a cell",
 }
-BACKENDS_NOT_BUILT = ("tensorrt_llm", "vllm", "sglang")
+BACKENDS = ("auto", "torch", "scripted", "vllm")
+BACKENDS_NOT_BUILT = ("tensorrt_llm", "sglang")
 SCHEDULES = ("colocate",)
 SCHEDULES_NOT_BUILT = ("elastic", "async", "async+streaming", "colocate+standalone", "colocate+standalone+streaming",
                        "rollpacker")
@@ -309,6 +322,7 @@ def check_run(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value}: must be greater than 0")
     for key, value in {"burst.phi": config.burst.phi, "admission.max_paths": config.admission.max_paths,
                        "optimizer.learning_rate": config.optimizer.learning_rate,
+                       "engine.move_min_tokens": config.engine.move_min_tokens,
                        "evaluation.num_tasks": config.evaluation.num_tasks}.items():
         if value < 0:
             raise ConfigError(f"{key} = {value}: must not be negative")
@@ -338,7 +352,8 @@ def _check_not_built(config: RunConfig) -> None:
         raise ConfigError(f"policy.lora_rank = {config.policy.lora_rank}: LoRA is not built yet; use 0")
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
-    _check_choice("engine.backend", config.engine.backend, ("auto", "torch", "scripted"), BACKENDS_NOT_BUILT)
+    _check_choice("engine.backend", config.engine.backend, BACKENDS, BACKENDS_NOT_BUILT)
+    check_server(config)
     if config.policy.implementation == "transformers" and config.engine.backend != "scripted":
         raise ConfigError(f"policy.implementation = 'transformers': the trainer can train such a policy, but engine.backend = "
                           f"{config.engine.backend!r} cannot sample from it yet; use 'gyre', or engine.backend = 'scripted'")
@@ -350,6 +365,20 @@ def _check_not_built(config: RunConfig) -> None:
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")
     if config.engine.carry != "recompute":
         raise ConfigError(f"engine.carry = {config.engine.carry!r}: not built yet; use recompute")
+
+
+def check_server(config: RunConfig) -> None:
+    """Refuse a server that cannot be. Raises ConfigError."""
+    server = config.engine.server
+    if server.start_timeout_s <= 0:
+        raise ConfigError(f"engine.server.start_timeout_s = {server.start_timeout_s}: must be greater than 0")
+    if server.python and server.url:
+        raise ConfigError(f"engine.server.url = {server.url!r}: set either it or engine.server.python, not both")
+    if server.url and not server.url.startswith(("http://", "https://")):
+        raise ConfigError(f"engine.server.url = {server.url!r}: must start with http:// or https://")
+    if server.url and config.cells.count > 1:
+        raise ConfigError(f"engine.server.url = {server.url!r}: is one engine, but cells.count = {config.cells.count}; "
+                          "use engine.server.python, which starts one for each cell")
 
 
 def _check_choice(key: str, value: str, built: tuple[str, ...], planned: tuple[str, ...]) -> None:

@@ -125,7 +125,10 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What the router needs to know. KV capacities are in tokens; free counts what can be evicted at once."""
+    """What the router needs to know. KV capacities are in tokens; free counts what can be evicted at once.
+
+    `num_held`: tickets that hold KV or room for it now.
+    """
 
     num_running: int
     num_waiting: int
@@ -138,6 +141,7 @@ class LoadReport:
     num_tokens_prefilled: int = 0
     num_tokens_reused: int = 0
     num_preempted: int = 0
+    num_held: int = 0
 
 
 class EventStream:
@@ -215,7 +219,7 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequest: it can never be served here.
-            AdmissionClosed: the engine is paused, asleep or unverified.
+            AdmissionClosed: the engine is paused (and does not hold the request's ticket), asleep or unverified.
             EngineBusy: the waiting queue is full.
         """
         ...

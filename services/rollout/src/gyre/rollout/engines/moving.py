@@ -13,7 +13,7 @@ After `freeze` the request's stream ends with `Finish("moved")` behind its last 
 the ticket. After `commit` so does the destination. Whoever is then given the request again together with the ticket (the
 destination; the source, if the destination failed) goes on without computing anything again. Every ticket has a lease;
 a request that comes with one that has run out, was used, or does not fit is computed from its tokens, as any request.
-So no failure of a move is more than a replay.
+So no failure of a move is more than a replay. An engine that is paused still takes a request whose ticket it holds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+from gyre.contracts.digest import token_digest
 from gyre.contracts.errors import EngineError
 
 Migration = Literal["staged", "ticket", "replay"]
@@ -33,6 +34,11 @@ class MoveRefused(EngineError):
 
 class TicketUnknown(MoveRefused):
     """The ticket was never given, was used or released, or its lease has run out."""
+
+
+def tokens_digest(ids: np.ndarray) -> bytes:
+    """16 bytes that name a sequence of token ids (int32 [T]), as `Frozen.digest` holds them."""
+    return bytes.fromhex(token_digest(ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ class ExportOf:
 class Offer:
     """What a destination must know before it reserves. `region`: a transfer descriptor as JSON text.
 
-    `num_tokens` are known now; `max_tokens` may they become. `weights_version` and `kv_version` (the oldest version any
-    block was computed under) must be equal on both sides.
+    `num_tokens` are known now; `max_tokens` may they become. `weights_version` must be equal on both sides.
+    `block_bytes`: size of one block, 0 if that is not said.
     """
 
     ticket: str
@@ -71,6 +77,7 @@ class Offer:
     num_tokens: int
     max_tokens: int
     region: str
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,10 +130,12 @@ class Mover(Protocol):
     """The moving half of an engine of kind `staged`. Called from the engine's event loop, between two iterations.
 
     All but `release` raise `MoveRefused`; those that name a ticket raise `TicketUnknown` for one that is not held.
+    Nothing is cancelled halfway: a caller that went away, or whose deadline passed, sends `release`, which may come while a
+    `pull` runs. Blocks that a read may still write to stay taken until it has ended.
     """
 
     async def open_export(self, ticket: str, what: ExportOf, lease_s: float) -> Offer:
-        """Pin what is computed and offer it. The request goes on decoding."""
+        """Pin what is computed and offer it. The request goes on decoding. Idempotent for an equal ticket."""
         ...
 
     async def read_stage(self, ticket: str, first_block: int) -> Stage:

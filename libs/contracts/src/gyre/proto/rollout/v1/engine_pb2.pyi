@@ -198,20 +198,22 @@ class OpenExportRequest(_message.Message):
     def __init__(self, ticket: _Optional[str] = ..., epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., namespace: _Optional[str] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("layout", "weights_version", "namespace", "num_tokens", "max_tokens", "region")
+    __slots__ = ("layout", "weights_version", "namespace", "num_tokens", "max_tokens", "region", "block_bytes")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     layout: str
     weights_version: int
     namespace: str
     num_tokens: int
     max_tokens: int
     region: str
-    def __init__(self, layout: _Optional[str] = ..., weights_version: _Optional[int] = ..., namespace: _Optional[str] = ..., num_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., region: _Optional[str] = ...) -> None: ...
+    block_bytes: int
+    def __init__(self, layout: _Optional[str] = ..., weights_version: _Optional[int] = ..., namespace: _Optional[str] = ..., num_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., region: _Optional[str] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class ReadStageRequest(_message.Message):
     __slots__ = ("ticket", "first_block")
