@@ -145,7 +145,7 @@ async def test_requests_that_come_during_an_update_wait_for_the_new_weights() ->
     engine = await serving(World(POLICY))
     state = Decoder.create(POLICY, 4).state_dict()
     swap = asyncio.create_task(engine.load_weights(4, state_digest(state), state))
-    while not engine._one_at_a_time.locked():
+    while not engine._chores.changing:
         await asyncio.sleep(0)
     late = engine.submit(ask("late"))
     await swap
@@ -334,6 +334,35 @@ async def test_what_cannot_move_is_refused_and_goes_on_or_is_replayed() -> None:
     assert (await collect(stream))[1].reason == "length"
     with pytest.raises(MoveRefused, match="not in flight"):
         await engine.export_ticket("unknown")
+    await engine.close()
+
+
+async def test_an_export_that_fails_changes_nothing_and_the_request_goes_on() -> None:
+    world = World(POLICY)
+    engine = await serving(world)
+    whole, _ = await collect(engine.submit(ask("whole", max_tokens=60)))
+    stream = engine.submit(ask("a", max_tokens=60))
+    first = await some(stream, 4)
+    world.refuses_context_only = True
+    with pytest.raises(MoveRefused, match="did not export"):
+        await engine.export_ticket("a")
+    rest, finish = await collect(stream)
+    assert finish.reason == "length" and ids_of([*first, *rest]) == ids_of(whole)
+    await engine.close()
+
+
+async def test_a_paused_engine_takes_back_what_nobody_fetched() -> None:
+    engine = await serving(World(POLICY))
+    engine.pause()
+    with pytest.raises(AdmissionClosed):
+        engine.submit(ask("new"))
+    engine.resume()
+    moved, ticket = await moved_away(engine)
+    assert engine.load_report().num_held == 1
+    engine.pause()
+    tokens, finish = await collect(engine.submit(continued(moved, 40, ticket)))
+    assert finish.reason == "length" and len(tokens) == 40 - len(moved) and finish.num_reused > 0
+    assert engine.load_report().num_held == 0
     await engine.close()
 
 
