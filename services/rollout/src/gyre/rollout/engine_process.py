@@ -16,6 +16,7 @@ from gyre.rollout.engine_cell import EngineCell
 from gyre.rollout.engine_rpc import SERVICE, EngineRpc
 from gyre.rollout.engines.base import Engine
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
+from gyre.rollout.engines.server_process import ServerPlace, reachable_host
 from gyre.rollout.engines.weights import NoWeights, PulledWeights, WeightsLoader
 from gyre.runtime import rpc
 from gyre.runtime.config import RunConfig
@@ -32,7 +33,7 @@ async def serve_engine(process: Process) -> None:
     if cell is None or not 0 <= cell < len(process.deployment.engines):
         raise ConfigError(f"cell = {cell}: the deployment has engines 0..{len(process.deployment.engines) - 1}")
     with Transfer(TransferConfig(process.name, backends=backends_of(process.deployment.transfer))) as transfer:
-        engine, loader = build_engine(process.config, process.config_dir, transfer)
+        engine, loader = build_engine(process.config, process.config_dir, transfer, _place(process, cell))
         held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), loader)
         service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held))
         listen = process.deployment.engines[cell].listen
@@ -47,15 +48,36 @@ async def serve_engine(process: Process) -> None:
         raise EngineError("the engine failed; its log has the reason")
 
 
-def build_engine(config: RunConfig, config_dir: Path, transfer: Transfer) -> tuple[Engine, WeightsLoader]:
-    """The configured backend and where its weights come from. Only the torch backend imports torch."""
+def _place(process: Process, cell: int) -> ServerPlace:
+    deployment = process.deployment
+    host = reachable_host(deployment.engines[cell].listen)
+    log = Path(deployment.log_dir) / f"{process.name}.server.log"
+    return ServerPlace(host, log, Path(deployment.cells_dir) / str(cell) / "server")
+
+
+def build_engine(
+    config: RunConfig, config_dir: Path, transfer: Transfer, place: ServerPlace
+) -> tuple[Engine, WeightsLoader]:
+    """The configured backend and where its weights come from. Only backends that compute import torch."""
     settings = config.engine
     if settings.backend == "scripted":
         policy = PolicyConfig.from_hf(json.loads((config_dir / config.policy.checkpoint / "config.json").read_text()))
         script = seeded_script(policy.vocab_size, settings.script_token_ms / 1000)
         bounds = ScriptedConfig(settings.kv_tokens, settings.max_running, settings.max_waiting)
         return ScriptedEngine(script, bounds), NoWeights()
-    return _torch_engine(config, config_dir), PulledWeights(transfer, READ_TIMEOUT_S)
+    loader = PulledWeights(transfer, READ_TIMEOUT_S)
+    if settings.backend == "vllm":
+        return _vllm_engine(config, config_dir, place), loader
+    return _torch_engine(config, config_dir), loader
+
+
+def _vllm_engine(config: RunConfig, config_dir: Path, place: ServerPlace) -> Engine:
+    from gyre.policy.checkpoint import load_config
+    from gyre.rollout.engines.vllm_server import vllm_engine
+
+    policy = load_config(config_dir / config.policy.checkpoint)
+    longest = min(config.sampling.max_context, policy.max_position)
+    return vllm_engine(policy, config.policy.dtype, longest, config.engine, place, config_dir)
 
 
 def _torch_engine(config: RunConfig, config_dir: Path) -> Engine:
