@@ -75,6 +75,9 @@ class FakeSgLang:
         self._tasks = [loop.create_task(self._web.serve([listener])), loop.create_task(self._loop())]
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
+    def last_words(self) -> str:
+        return "AssertionError: release_memory_occupation while requests are in flight"
+
     async def stop(self) -> None:
         if self._web is not None:
             self._web.should_exit = self._web.force_exit = True

@@ -13,6 +13,7 @@ from gyre.policy.decoder import Decoder
 from gyre.rollout.engine_backends import BUILDERS, FINDERS, Site, build, look
 from gyre.rollout.engines.choose import HOW_TO_GET, ORDER
 from gyre.rollout.engines.scripted import ScriptedEngine
+from gyre.rollout.engines.server_process import ServerPlace
 from gyre.rollout.engines.torch import TorchEngine
 from gyre.runtime.config import (
     BACKENDS,
@@ -46,7 +47,8 @@ def transfer() -> Iterator[Transfer]:
 
 def site_of(home: Path, transfer: Transfer, backend: str, **sampling: float) -> Site:
     save_checkpoint(home / "model", POLICY, Decoder.create(POLICY, 0).state_dict())
-    return Site(config_of(backend, **sampling), home, transfer, home / "engine", home / "server.log", home / "cells")
+    place = ServerPlace("127.0.0.1", home / "server.log", home / "engine")
+    return Site(config_of(backend, **sampling), home, transfer, place, home / "cells")
 
 
 async def test_auto_on_a_cpu_is_our_own_engine_and_is_written_down(tmp_path: Path, transfer: Transfer) -> None:
@@ -60,10 +62,13 @@ async def test_the_scripted_engine_needs_no_weights(tmp_path: Path, transfer: Tr
     assert isinstance(built.engine, ScriptedEngine) and type(built.loader).__name__ == "NoWeights"
 
 
-@pytest.mark.parametrize("backend", ["tensorrt_llm"])
+@pytest.mark.parametrize("backend", ["tensorrt_llm", "vllm", "sglang"])
 async def test_an_engine_that_is_not_installed_is_refused_with_how_to_get_it(
-    tmp_path: Path, transfer: Transfer, backend: str
+    tmp_path: Path, transfer: Transfer, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "venv"))  # no environment of theirs beside ours
+    for name in ("VLLM", "SGLANG"):
+        monkeypatch.delenv(f"GYRE_{name}_PYTHON", raising=False)
     with pytest.raises(ConfigError, match=f"engine.backend = '{backend}': not installed.*pip install"):
         build(site_of(tmp_path, transfer, backend))
 

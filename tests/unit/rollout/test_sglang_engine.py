@@ -15,7 +15,9 @@ from gyre.rollout.engines.base import AdmissionClosed, InvalidRequest
 from gyre.rollout.engines.host import Ended, Piece
 from gyre.rollout.engines.hosted import HostedEngine
 from gyre.rollout.engines.moving import MoveRefused
-from gyre.rollout.engines.sglang import SERVER_ENVIRONMENT, parts_of, server_command
+from gyre.rollout.engines.sglang import parts_of
+from gyre.rollout.engines.sglang_server import ENVIRONMENT, server_command
+from gyre.runtime.config import EngineConfig, EngineServerConfig
 from hosted_engines import make_sglang_over
 
 
@@ -203,9 +205,9 @@ def test_chunks_are_counted_and_checked() -> None:
     assert refused is not None and refused.reason == "error"
 
 
-def test_the_server_starts_asleep_to_weights_and_gives_logprobs_before_temperature() -> None:
-    command = server_command("python", "model", dtype="bfloat16", max_position=4096, kv_tokens=65536, max_running=64,
-                             token_budget=2048)  # fmt: skip
-    assert command[:3] == ["python", "-m", "sglang.launch_server"]
+def test_the_server_starts_with_weights_of_its_own_and_a_users_arguments_come_last() -> None:
+    config = EngineConfig(server=EngineServerConfig(arguments=("--mem-fraction-static", "0.6")))
+    command = server_command("python", "model", "host", 1234, "bfloat16", 4096, config, 1)
+    assert command[:3] == ["python", "-m", "sglang.launch_server"] and command[-2:] == ["--mem-fraction-static", "0.6"]
     assert "--enable-memory-saver" in command and command[command.index("--load-format") + 1] == "dummy"
-    assert SERVER_ENVIRONMENT == {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    assert ENVIRONMENT["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "1"

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gyre.contracts.errors import ConfigError
 from gyre.rollout.engines.base import Engine
 from gyre.rollout.engines.choose import Choice, Found, agree, decide
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
+from gyre.rollout.engines.server_process import ServerPlace
 from gyre.rollout.engines.weights import NoWeights, PulledWeights, WeightsLoader
 from gyre.runtime.config import RunConfig, one_logprob_problem
 
 if TYPE_CHECKING:
     from gyre.policy.config import PolicyConfig
-    from gyre.rollout.engines.staging import StagedWeights
     from gyre.transfer import Transfer
 
 log = logging.getLogger(__name__)
@@ -30,13 +31,12 @@ READ_TIMEOUT_S = 300.0  # one-sided read of all weights
 
 @dataclass(frozen=True)
 class Site:
-    """Where an engine is built. `home`: a directory of its own; `cells`: one that all cells of the run can see."""
+    """Where an engine is built. `cells`: a directory that all cells of the run can see."""
 
     config: RunConfig
     config_dir: Path
     transfer: Transfer
-    home: Path
-    log: Path
+    place: ServerPlace
     cells: Path
 
     @property
@@ -92,8 +92,6 @@ def look(backend: str, site: Site) -> Found:
     unsuited = one_logprob_problem(site.config.sampling)
     if unsuited:
         return Found(True, problem=unsuited)
-    if backend not in FINDERS:
-        return Found(False, problem="this build has no adapter for it")
     return FINDERS[backend](site)
 
 
@@ -121,17 +119,16 @@ def build_scripted(site: Site) -> Engine:
 
 def build_torch(site: Site) -> Engine:
     import torch
-    from gyre.policy.checkpoint import load_config
     from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
     from gyre.rollout.torch_engine.scheduler import SchedulerConfig
 
     # two threads beside another busy process of the same cores are many times slower than one (barriers spin)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    policy, settings = load_config(site.checkpoint), site.config.engine
+    (policy, longest), settings = policy_of(site), site.config.engine
     budget = max(settings.token_budget, settings.max_running)
     scheduler = SchedulerConfig(
         kv_tokens=settings.kv_tokens,
-        max_position=min(site.config.sampling.max_context, policy.max_position),
+        max_position=longest,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         max_batch_tokens=budget,
@@ -143,39 +140,80 @@ def build_torch(site: Site) -> Engine:
 
 
 def build_tensorrt_llm(site: Site) -> Engine:
+    import torch
     from gyre.rollout.engines.hosted import HostedEngine
     from gyre.rollout.engines.live import HostedConfig
+    from gyre.rollout.engines.staging import StagedWeights
     from gyre.rollout.engines.tensorrt_llm import TensorRtHost
     from gyre.rollout.engines.tensorrt_llm_surface import TensorRtSettings
 
-    policy, staged = hosted_weights(site)
-    settings, longest = site.config.engine, min(site.config.sampling.max_context, policy.max_position)
+    policy, longest = policy_of(site)
+    settings, dtype = site.config.engine, site.config.policy.dtype
     host = TensorRtHost(importlib.import_module("tensorrt_llm"), TensorRtSettings(
         model=str(site.checkpoint), max_position=longest, kv_tokens=settings.kv_tokens, max_running=settings.max_running,
-        token_budget=settings.token_budget, dtype=site.config.policy.dtype,
+        token_budget=settings.token_budget, dtype=dtype,
         tensor_parallel=site.config.cells.tensor_parallel,
     ))  # fmt: skip
     bounds = HostedConfig(longest, settings.kv_tokens, settings.max_running, settings.max_waiting)
+    staged = StagedWeights(site.place.home / "staged", policy, site.checkpoint, getattr(torch, dtype))
     return HostedEngine(host, policy, staged, bounds)
 
 
-def hosted_weights(site: Site) -> tuple[PolicyConfig, StagedWeights]:
-    """The policy, and where its weights are laid down for an engine that reads files."""
-    import torch
+def find_vllm(site: Site) -> Found:
+    from gyre.rollout.engines.server_process import find_python
+    from gyre.rollout.engines.vllm_server import inspect_build
+
+    server = site.config.engine.server
+    if server.url:
+        return Found(True)
+    try:
+        return Found(True, inspect_build(find_python("vllm", server.python, site.config_dir)).version)
+    except ConfigError as error:
+        return Found(False, problem=str(error))
+
+
+def build_vllm(site: Site) -> Engine:
+    from gyre.rollout.engines.vllm_server import vllm_engine
+
+    policy, longest = policy_of(site)
+    config = site.config
+    return vllm_engine(policy, config.policy.dtype, longest, config.engine, site.place, site.config_dir)
+
+
+def find_sglang(site: Site) -> Found:
+    from gyre.rollout.engines.sglang_server import found_sglang
+
+    try:
+        return found_sglang(site.config.engine, site.config_dir)
+    except ConfigError as error:
+        return Found(False, problem=str(error))
+
+
+def build_sglang(site: Site) -> Engine:
+    from gyre.rollout.engines.sglang_server import sglang_engine
+
+    policy, longest = policy_of(site)
+    config = site.config
+    return sglang_engine(policy, config.policy.dtype, longest, config.engine, site.place, site.checkpoint, site.config_dir,
+                         config.cells.tensor_parallel)  # fmt: skip
+
+
+def policy_of(site: Site) -> tuple[PolicyConfig, int]:
+    """The policy, and the longest context: prompt and output together."""
     from gyre.policy.checkpoint import load_config
-    from gyre.rollout.engines.staging import StagedWeights
 
     policy = load_config(site.checkpoint)
-    dtype = getattr(torch, site.config.policy.dtype)
-    return policy, StagedWeights(site.home / "weights", policy, site.checkpoint, dtype)
+    return policy, min(site.config.sampling.max_context, policy.max_position)
 
 
 #: Engines that are not always there, and how they are looked for.
-FINDERS: dict[str, Finder] = {"tensorrt_llm": find_tensorrt_llm}
+FINDERS: dict[str, Finder] = {"tensorrt_llm": find_tensorrt_llm, "vllm": find_vllm, "sglang": find_sglang}
 
 BUILDERS: dict[str, Builder] = {
     "torch": build_torch,
     "scripted": build_scripted,
     "tensorrt_llm": build_tensorrt_llm,
+    "vllm": build_vllm,
+    "sglang": build_sglang,
 }
 

@@ -14,6 +14,7 @@ from gyre.rollout.engine_backends import Site, build
 from gyre.rollout.engine_cell import EngineCell
 from gyre.rollout.engine_rpc import SERVICE, EngineRpc
 from gyre.rollout.engines.choose import Choice
+from gyre.rollout.engines.server_process import ServerPlace, reachable_host
 from gyre.runtime import rpc
 from gyre.runtime.devices import DeviceLock
 from gyre.runtime.process import Process
@@ -26,7 +27,7 @@ async def serve_engine(process: Process) -> None:
     if cell is None or not 0 <= cell < len(process.deployment.engines):
         raise ConfigError(f"cell = {cell}: the deployment has engines 0..{len(process.deployment.engines) - 1}")
     with Transfer(TransferConfig(process.name, backends=backends_of(process.deployment.transfer))) as transfer:
-        built = build(_site(process, transfer))
+        built = build(_site(process, transfer, cell))
         engine = built.engine
         held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), built.loader)
         service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held, built.choice))
@@ -42,16 +43,12 @@ async def serve_engine(process: Process) -> None:
         raise EngineError("the engine failed; its log has the reason")
 
 
-def _site(process: Process, transfer: Transfer) -> Site:
+def _site(process: Process, transfer: Transfer, cell: int) -> Site:
     deployment = process.deployment
-    return Site(
-        config=process.config,
-        config_dir=process.config_dir,
-        transfer=transfer,
-        home=Path(deployment.state_dir) / process.name,
-        log=Path(deployment.log_dir) / f"{process.name}-server.log",
-        cells=Path(deployment.cells_dir),
-    )
+    host = reachable_host(deployment.engines[cell].listen)
+    log = Path(deployment.log_dir) / f"{process.name}.server.log"
+    place = ServerPlace(host, log, Path(deployment.cells_dir) / str(cell) / "server")
+    return Site(process.config, process.config_dir, transfer, place, Path(deployment.cells_dir))
 
 
 async def _first_of(*events: asyncio.Event) -> None:

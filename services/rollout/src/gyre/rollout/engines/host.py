@@ -25,8 +25,8 @@ class Call:
     """One request to the host. `call_id` is 32 hex digits: hosts that match ids by prefix need all of one length.
 
     `salt` names the cache namespace, weights version included, so that a missed flush costs memory and nothing else.
-    `ticket` is what `Host.export` gave elsewhere for the tokens of `prompt_ids` (all but the last, which the source
-    sampled while it exported).
+    `ticket` is what `Host.export` gave elsewhere for the tokens of `prompt_ids` (all but the last, if the source sampled
+    that while it exported).
     """
 
     call_id: str
@@ -57,9 +57,9 @@ class Ended:
 
 
 class Exported(NamedTuple):
-    """One more sampled token, and the ticket for everything before it."""
+    """One more sampled token (None if the destination samples it), and the ticket for everything before it."""
 
-    token_id: int
+    token_id: int | None
     logprob: float
     ticket: bytes
 

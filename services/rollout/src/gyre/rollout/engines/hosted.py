@@ -282,7 +282,7 @@ class HostedEngine:
             raise
         finally:
             await self._call_over(live)
-        wrong = self._emit(live, Piece([exported.token_id], [exported.logprob]))
+        wrong = "" if exported.token_id is None else self._emit(live, Piece([exported.token_id], [exported.logprob]))
         if wrong or live.complete is not None:
             await self._host.drop(exported.ticket)
             self._finish(live, Finish("error", wrong) if wrong else live.complete or Finish("moved"))

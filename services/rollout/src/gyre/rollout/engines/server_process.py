@@ -32,6 +32,16 @@ _INSPECT = (
 
 
 @dataclass(frozen=True)
+class ServerPlace:
+    """Where a server lives. `host`: the address other cells reach this one by. `home`: a directory of its own, fast if it
+    can be: weights pass through it."""
+
+    host: str
+    log: Path
+    home: Path
+
+
+@dataclass(frozen=True)
 class ServerCommand:
     """How a server is started. `environment` is added to ours, less what belongs to our interpreter alone."""
 
@@ -131,3 +141,9 @@ def free_port(host: str) -> int:
             return probe.getsockname()[1]
     except OSError as error:
         raise EngineError(f"no port on {host!r}: {error}") from None
+
+
+def reachable_host(listen: str) -> str:
+    """The address by which others reach what listens on `host:port`; this machine's, if that is all of them."""
+    host = listen.rpartition(":")[0].strip("[]")
+    return socket.gethostbyname(socket.gethostname()) if host in ("", "0.0.0.0", "::") else host

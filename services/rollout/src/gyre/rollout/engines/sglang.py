@@ -19,30 +19,17 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 from gyre.rollout.engines.host import Call, Ended, Exported, HostError, Piece
+from gyre.rollout.engines.launched import Server
 from gyre.rollout.engines.moving import Capabilities, MoveRefused
 
 log = logging.getLogger(__name__)
 
 _SEED_BITS = 2**63 - 1
 _FLUSH_TRIES = 25
-
-
-class Server(Protocol):
-    """The process that serves."""
-
-    died: asyncio.Event
-
-    async def start(self) -> str:
-        """Starts it and returns its base URL; it need not answer yet."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,29 +40,6 @@ class SgLangSettings:
     change_s: float = 300.0
     call_s: float = 30.0
     poll_s: float = 0.2
-
-
-def server_command(
-    python: str, model: str, *, dtype: str, max_position: int, kv_tokens: int, max_running: int, token_budget: int,
-    tensor_parallel: int = 1,
-) -> list[str]:  # fmt: skip
-    """The command line that serves `model`; `--host` and `--port` are for whoever starts it."""
-    options = {
-        "--model-path": model,
-        "--load-format": "dummy",  # weights always come through an update
-        "--dtype": dtype,
-        "--context-length": max_position,
-        "--max-total-tokens": kv_tokens,
-        "--max-running-requests": max_running,
-        "--chunked-prefill-size": token_budget,
-        "--tp-size": tensor_parallel,
-    }
-    switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-memory-saver", "--incremental-streaming-output"]
-    return [python, "-m", "sglang.launch_server", *(str(part) for pair in options.items() for part in pair), *switches]
-
-
-#: For the server's process: log-probabilities of the policy itself, before any temperature.
-SERVER_ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
 
 
 class SgLangHost:
@@ -100,10 +64,10 @@ class SgLangHost:
             async with asyncio.timeout(self._settings.start_s):
                 while not await self._answers():
                     if self._server.died.is_set():
-                        raise HostError("SGLang ended while it started; its log has the reason")
+                        raise HostError(f"SGLang ended while it started: {self._server.last_words()}")
                     await asyncio.sleep(self._settings.poll_s)
         except TimeoutError:
-            raise HostError(f"SGLang does not answer after {self._settings.start_s} s") from None
+            raise HostError(f"SGLang does not answer after {self._settings.start_s} s: {self._server.last_words()}") from None
 
     async def generate(self, call: Call) -> AsyncIterator[Piece | Ended]:
         """See `Host.generate`."""
@@ -250,7 +214,7 @@ class SgLangHost:
 
     async def _until_it_dies(self) -> None:
         await self._server.died.wait()
-        log.error("SGLang's process has ended")
+        log.error("SGLang's process has ended: %s", self._server.last_words())
         self.failed.set()
 
 
