@@ -16,7 +16,6 @@ from gyre.rollout.engines.scripted import ScriptedEngine
 from gyre.rollout.engines.server_process import ServerPlace
 from gyre.rollout.engines.torch import TorchEngine
 from gyre.runtime.config import (
-    BACKENDS,
     CellsConfig,
     EngineConfig,
     HarnessConfig,
@@ -26,6 +25,7 @@ from gyre.runtime.config import (
     TasksConfig,
     check_run,
 )
+from gyre.runtime.engines import BACKENDS
 from gyre.transfer import Transfer, TransferConfig
 
 POLICY = PolicyConfig("qwen3", 32, 16, 24, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -30,6 +31,7 @@ torch.set_num_threads(1)
 VOCAB = 32
 POLICY = PolicyConfig("qwen3", VOCAB, 16, 24, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=256)
 MAX_RUNNING, MAX_WAITING = 4, 4
+DEVICE = torch.device(os.environ.get("GYRE_TEST_DEVICE", "cpu"))  # `make test-gpu` says cuda
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -38,12 +40,12 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def make_torch() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, device=DEVICE, min_interval_s=0.0))
 
 
 def make_threaded() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0, thread_from_parameters=0))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, device=DEVICE, min_interval_s=0.0, thread_from_parameters=0))
 
 
 def make_scripted() -> Engine:

@@ -18,7 +18,8 @@ from gyre.rollout.engines.choose import Choice, Found, agree, decide
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
 from gyre.rollout.engines.server_process import ServerPlace
 from gyre.rollout.engines.weights import NoWeights, PulledWeights, WeightsLoader
-from gyre.runtime.config import RunConfig, one_logprob_problem
+from gyre.runtime.config import RunConfig
+from gyre.runtime.engines import one_logprob_problem
 
 if TYPE_CHECKING:
     from gyre.policy.config import PolicyConfig
