@@ -51,6 +51,7 @@ class World:
     flavour: Flavour = field(default_factory=Flavour)
     lose_transfers: bool = False
     breaks_update: bool = False
+    refuses_context_only: bool = False
     contexts: dict[int, dict[str, Any]] = field(default_factory=dict)  # context request id -> what was prefilled
     engines: list[Any] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -342,6 +343,8 @@ def make_llm(world: World, known: list[str]) -> type:
         ) -> RequestOutput:  # fmt: skip
             if len(inputs) > self.kwargs.get("max_input_len", 1024):
                 raise ValueError(f"The length of the prompt ({len(inputs)}) exceeds max_input_len")
+            if world.refuses_context_only and disaggregated_params is not None:
+                raise RuntimeError("the cache transceiver is wedged")
             asked = SimpleNamespace(params_of=sampling_params, params=disaggregated_params, salt=cache_salt or "",
                                     mode=sampling_params.logprobs_mode)  # fmt: skip
             result = RequestOutput(next(world.ids), list(inputs), self, asked)

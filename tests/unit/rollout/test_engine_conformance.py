@@ -24,7 +24,7 @@ from gyre.rollout.engines.base import (
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
 from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
-from hosted_engines import make_tensorrt
+from hosted_engines import make_sglang, make_tensorrt
 
 torch.set_num_threads(1)
 VOCAB = 32
@@ -54,6 +54,10 @@ def make_tensorrt_llm() -> Engine:
     return make_tensorrt(POLICY)
 
 
+def make_sg_lang() -> Engine:
+    return make_sglang(POLICY)
+
+
 async def load(engine: Engine, version: int) -> None:
     state = weights(version)
     await engine.load_weights(version, state_digest(state), state)
@@ -66,6 +70,7 @@ MAKERS = {
     "torch-threaded": make_threaded,
     "scripted": make_scripted,
     "tensorrt-llm": make_tensorrt_llm,
+    "sglang": make_sg_lang,
 }
 
 

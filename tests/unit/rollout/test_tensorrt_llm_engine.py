@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from engine_steps import POLICY, ask, collect, ids_of, load, plain, some
 from fake_tensorrt_llm import DisaggregatedParams, Flavour, Logprob, World, make_package
 from gyre.contracts.errors import EngineError
-from gyre.policy.attention import CausalAttention
 from gyre.policy.checkpoint import state_digest
-from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder
 from gyre.rollout.engines.base import (
     AdmissionClosed,
-    EventStream,
-    Finish,
     GenerateRequest,
     InvalidRequest,
     TokenEvent,
@@ -33,8 +28,6 @@ from gyre.rollout.engines.tensorrt_llm_surface import surface_of
 from gyre.rollout.engines.tensorrt_llm_tickets import Ticket
 from hosted_engines import hosted, tensorrt_host
 
-VOCAB = 32
-POLICY = PolicyConfig("qwen3", VOCAB, 16, 24, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=256)
 OLD = Flavour(pauses=False, simple_logprobs=False, sleep_config=False, torch_sampler=False)
 
 
@@ -44,49 +37,13 @@ async def serving(world: World, version: int = 3, **settings: float) -> HostedEn
     return engine
 
 
-async def load(engine: HostedEngine, version: int) -> None:
-    state = Decoder.create(POLICY, version).state_dict()
-    await engine.load_weights(version, state_digest(state), state)
-    probe = await engine.probe()
-    assert probe.ok, probe.detail
-    engine.resume()
-
-
-def ask(name: str, length: int = 10, max_tokens: int = 12, **fields: object) -> GenerateRequest:
-    prompt = ((np.arange(length) * 5 + 1) % VOCAB).astype(np.int32)
-    return GenerateRequest(name, prompt, max_tokens, **{"seed": 11, **fields})  # type: ignore[arg-type]
-
-
-async def collect(stream: EventStream) -> tuple[list[TokenEvent], Finish]:
-    async with asyncio.timeout(20):
-        events = [event async for event in stream]
-    assert isinstance(events[-1], Finish)
-    return [e for e in events if isinstance(e, TokenEvent)], events[-1]
-
-
-async def some(stream: EventStream, num: int) -> list[TokenEvent]:
-    events: list[Any] = []
-    while len(events) < num:
-        events += await stream.take()
-    return events
-
-
-def plain(version: int, ids: list[int]) -> list[float]:
-    """Log-probabilities of each id after the first, by a plain forward."""
-    decoder, ids_T = Decoder.create(POLICY, version), torch.tensor(ids)
-    with torch.inference_mode():
-        logits = decoder.logits(decoder(ids_T, torch.arange(len(ids)), CausalAttention([len(ids)])))
-    return torch.log_softmax(logits[:-1], -1).gather(1, ids_T[1:, None]).squeeze(1).tolist()
-
-
 @pytest.mark.parametrize("flavour", [Flavour(), OLD, Flavour(simple_logprobs=False), replace(OLD, torch_sampler=True)])
 async def test_every_kind_of_installation_gives_the_policys_logprobs(flavour: Flavour) -> None:
     engine = await serving(World(POLICY, flavour))
     request = ask("a")
     tokens, finish = await collect(engine.submit(request))
-    ids = [*request.prompt_ids.tolist(), *(t.token_id for t in tokens)]
     assert finish.reason == "length"
-    assert [t.logprob for t in tokens] == pytest.approx(plain(3, ids)[len(request.prompt_ids) - 1 :], abs=1e-4)
+    assert [t.logprob for t in tokens] == pytest.approx(plain(3, request, tokens), abs=1e-4)
     assert all(t.behaviour_logprob == t.logprob for t in tokens)
     await engine.close()
 
@@ -127,7 +84,7 @@ async def test_prefixes_are_forgotten_before_their_memory_is_released() -> None:
     assert (await engine.probe()).ok
     engine.resume()
     after, finish = await collect(engine.submit(ask("after", length=40)))
-    assert [t.token_id for t in after] == [t.token_id for t in before]
+    assert ids_of(after) == ids_of(before)
     assert [t.logprob for t in after] == pytest.approx([t.logprob for t in before], abs=1e-5)
     await engine.close()
 
@@ -144,7 +101,7 @@ async def test_a_reset_that_does_nothing_costs_memory_and_without_our_salt_the_a
     assert (await engine.probe()).ok
     engine.resume()
     after, finish = await collect(engine.submit(ask("after", length=40)))
-    assert ([t.token_id for t in after] == [t.token_id for t in before]) is remembers_releases
+    assert (ids_of(after) == ids_of(before)) is remembers_releases
     assert (finish.num_reused == 0) is remembers_releases
     await engine.close()
 
@@ -188,7 +145,7 @@ async def test_requests_that_come_during_an_update_wait_for_the_new_weights() ->
     engine = await serving(World(POLICY))
     state = Decoder.create(POLICY, 4).state_dict()
     swap = asyncio.create_task(engine.load_weights(4, state_digest(state), state))
-    while not engine._one_at_a_time.locked():
+    while not engine._chores.changing:
         await asyncio.sleep(0)
     late = engine.submit(ask("late"))
     await swap
@@ -204,8 +161,7 @@ async def test_prefixes_of_old_weights_are_not_hit_under_new_ones() -> None:
     await load(engine, 4)
     tokens, first = await collect(engine.submit(ask("c", length=40)))
     assert again.num_reused > 0 and first.num_reused == 0
-    ids = [*ask("c", length=40).prompt_ids.tolist(), *(t.token_id for t in tokens)]
-    assert [t.logprob for t in tokens] == pytest.approx(plain(4, ids)[39:], abs=1e-4)
+    assert [t.logprob for t in tokens] == pytest.approx(plain(4, ask("c", length=40), tokens), abs=1e-4)
     await engine.close()
 
 
@@ -253,19 +209,19 @@ async def test_an_aborted_request_keeps_what_was_sampled_and_no_more() -> None:
     rest, finish = await collect(stream)
     got = [*first, *rest]
     assert finish.reason == "abort" and len(got) < 60
-    assert [t.token_id for t in got] == [t.token_id for t in whole[: len(got)]]
+    assert ids_of(got) == ids_of(whole[: len(got)])
     await engine.close()
 
 
 async def test_a_stop_token_that_is_trimmed_apart_from_its_logprob_is_an_error_and_not_a_shift() -> None:
     engine = await serving(World(POLICY, Flavour(trims_apart=True)))
     whole, _ = await collect(engine.submit(ask("whole")))
-    ids = [t.token_id for t in whole]
+    ids = ids_of(whole)
     stop = ids[5]
     tokens, finish = await collect(engine.submit(ask("a", stop_token_ids=(stop,))))
     # tokens are counted as they come, so the stop token was seen before it was trimmed away
     assert finish.reason in ("stop", "error")
-    assert [t.token_id for t in tokens] == ids[: len(tokens)]
+    assert ids_of(tokens) == ids[: len(tokens)]
     await engine.close()
 
 
@@ -315,7 +271,7 @@ async def test_a_moved_request_counts_the_token_of_its_export_once(flavour: Flav
     tokens, finish = await collect(destination.submit(continued(moved, 40, ticket)))
     every = [*moved, *tokens]
     assert finish.reason == "length" and [t.index for t in every] == list(range(40))
-    assert [t.token_id for t in every] == [t.token_id for t in whole]
+    assert ids_of(every) == ids_of(whole)
     assert [t.logprob for t in every] == pytest.approx([t.logprob for t in whole], abs=1e-5)
     assert finish.num_reused == 10 + len(moved) - 1
     await source.close()
@@ -323,7 +279,7 @@ async def test_a_moved_request_counts_the_token_of_its_export_once(flavour: Flav
 
 
 def continued(moved: list[TokenEvent], max_tokens: int, ticket: bytes, **fields: object) -> GenerateRequest:
-    ids = np.array([t.token_id for t in moved], np.int32)
+    ids = np.array(ids_of(moved), np.int32)
     prompt = np.concatenate((ask("a").prompt_ids, ids))
     rest = max_tokens - len(moved)
     return GenerateRequest("a", prompt, rest, seed=11, num_emitted=len(moved), ticket=ticket, **fields)  # type: ignore[arg-type]
@@ -378,6 +334,35 @@ async def test_what_cannot_move_is_refused_and_goes_on_or_is_replayed() -> None:
     assert (await collect(stream))[1].reason == "length"
     with pytest.raises(MoveRefused, match="not in flight"):
         await engine.export_ticket("unknown")
+    await engine.close()
+
+
+async def test_an_export_that_fails_changes_nothing_and_the_request_goes_on() -> None:
+    world = World(POLICY)
+    engine = await serving(world)
+    whole, _ = await collect(engine.submit(ask("whole", max_tokens=60)))
+    stream = engine.submit(ask("a", max_tokens=60))
+    first = await some(stream, 4)
+    world.refuses_context_only = True
+    with pytest.raises(MoveRefused, match="did not export"):
+        await engine.export_ticket("a")
+    rest, finish = await collect(stream)
+    assert finish.reason == "length" and ids_of([*first, *rest]) == ids_of(whole)
+    await engine.close()
+
+
+async def test_a_paused_engine_takes_back_what_nobody_fetched() -> None:
+    engine = await serving(World(POLICY))
+    engine.pause()
+    with pytest.raises(AdmissionClosed):
+        engine.submit(ask("new"))
+    engine.resume()
+    moved, ticket = await moved_away(engine)
+    assert engine.load_report().num_held == 1
+    engine.pause()
+    tokens, finish = await collect(engine.submit(continued(moved, 40, ticket)))
+    assert finish.reason == "length" and len(tokens) == 40 - len(moved) and finish.num_reused > 0
+    assert engine.load_report().num_held == 0
     await engine.close()
 
 

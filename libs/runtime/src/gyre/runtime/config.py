@@ -46,7 +46,7 @@ class EngineServerConfig:
 class EngineConfig:
     """The rollout engine of every cell."""
 
-    backend: str = "auto"  # auto | torch | scripted | vllm
+    backend: str = "auto"  # auto | torch | scripted | tensorrt_llm | vllm | sglang
     kv_tokens: int = 32768  # size of the KV pool, in tokens
     max_running: int = 128  # live requests at once
     max_waiting: int = 1024  # queued requests; one more is refused
@@ -271,8 +271,8 @@ NOT_BUILT = {
     "cells.tensor_parallel": "tensor parallelism", "cells.context_parallel": "context parallelism",
     "cells.expert_parallel": "expert parallelism", "cells.nodes_per_cell": "several nodes in a cell",
 }
-BACKENDS = ("auto", "torch", "scripted", "vllm")
-BACKENDS_NOT_BUILT = ("tensorrt_llm", "sglang")
+BACKENDS = ("auto", "torch", "scripted", "tensorrt_llm", "vllm", "sglang")
+ONE_LOGPROB = ("tensorrt_llm", "vllm", "sglang")  # backends that report one log-probability per token
 SCHEDULES = ("colocate",)
 SCHEDULES_NOT_BUILT = ("elastic", "async", "async+streaming", "colocate+standalone", "colocate+standalone+streaming",
                        "rollpacker")
@@ -352,7 +352,9 @@ def _check_not_built(config: RunConfig) -> None:
         raise ConfigError(f"policy.lora_rank = {config.policy.lora_rank}: LoRA is not built yet; use 0")
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
-    _check_choice("engine.backend", config.engine.backend, BACKENDS, BACKENDS_NOT_BUILT)
+    _check_choice("engine.backend", config.engine.backend, BACKENDS, ())
+    if config.engine.backend in ONE_LOGPROB and (problem := one_logprob_problem(config.sampling)):
+        raise ConfigError(f"{problem}, or engine.backend = 'torch'")
     check_server(config)
     if config.policy.implementation == "transformers" and config.engine.backend != "scripted":
         raise ConfigError(f"policy.implementation = 'transformers': the trainer can train such a policy, but engine.backend = "
@@ -365,6 +367,19 @@ def _check_not_built(config: RunConfig) -> None:
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")
     if config.engine.carry != "recompute":
         raise ConfigError(f"engine.carry = {config.engine.carry!r}: not built yet; use recompute")
+
+
+def one_logprob_problem(sampling: SamplingConfig) -> str:
+    """Why an engine that reports one log-probability per token cannot sample so; '' if it can.
+
+    That of the policy and that of what was really sampled are both recorded, so they must be the same.
+    """
+    for key in ("temperature", "eval_temperature"):
+        value = getattr(sampling, key)
+        if value != 1.0 and not (key == "eval_temperature" and value == 0.0):
+            right = "1.0" if key == "temperature" else "1.0 or 0.0"
+            return f"sampling.{key} = {value}: this engine reports one log-probability per token; use {right}"
+    return ""
 
 
 def check_server(config: RunConfig) -> None:

