@@ -38,7 +38,7 @@ class LaunchedServer:
 
     async def start(self) -> str:
         """See `Server.start`."""
-        self._process = ServerProcess(self._command)
+        self._process = await ServerProcess.start(self._command)
         self._watch = asyncio.get_running_loop().create_task(self._until_it_ends(self._process))
         return self._url
 

@@ -54,31 +54,30 @@ class ServerCommand:
 class ServerProcess:
     """A server that runs. It ends with us, however we end."""
 
-    def __init__(self, command: ServerCommand) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    @classmethod
+    async def start(cls, command: ServerCommand) -> ServerProcess:
+        """Starts it; it need not answer yet."""
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         command.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = command.log
         with command.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SHIM), *command.arguments], stdin=subprocess.PIPE, stdout=log,
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(_SHIM), *command.arguments, stdin=subprocess.PIPE, stdout=log,
                 stderr=subprocess.STDOUT, env={**inherited, **command.environment}, cwd=command.directory,
                 start_new_session=True)  # fmt: skip
+        return cls(process, command.log)
 
     @property
     def pid(self) -> int:
         """Of the group's leader, and so the group's id."""
         return self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
-
-    async def ended(self, poll_s: float = 0.2) -> str:
-        """Waits for the end; returns the last lines of the log, for an error message."""
-        while self._process.poll() is None:
-            await asyncio.sleep(poll_s)
-        return self.last_words()
+    async def ended(self) -> None:
+        """Waits for the end."""
+        await self._process.wait()
 
     def last_words(self, num_lines: int = 5) -> str:
         """The last lines of the log that are not empty."""
@@ -93,15 +92,15 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """Asks the server to stop, then kills what is left of its group. Idempotent."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
+        if self._process.returncode is not None:
+            return
+        if self._process.stdin is not None:
             self._process.stdin.close()  # the shim takes it for our end, and sees to the rest
         try:
-            async with asyncio.timeout(_STOP_WAIT_S):
-                while self._process.poll() is None:
-                    await asyncio.sleep(0.05)
+            await asyncio.wait_for(self._process.wait(), _STOP_WAIT_S)
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            await self._process.wait()
 
 
 def inspect_environment(python: Path | str, distributions: Sequence[str]) -> dict[str, str | None]:

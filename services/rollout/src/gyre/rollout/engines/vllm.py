@@ -29,7 +29,7 @@ from gyre.rollout.engines.host import Call, Ended, Exported, HostError, Piece
 from gyre.rollout.engines.launched import Server
 from gyre.rollout.engines.moving import Capabilities, MoveRefused
 from gyre.rollout.engines.vllm_ticket import VllmTicket, tokens_digest
-from gyre.rollout.engines.vllm_wire import ID_PREFIX, Chunk, body_of, ended_of, read_chunk
+from gyre.rollout.engines.vllm_wire import ID_PREFIX, Chunk, body_of, ended_of, read_chunk, salt_of
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ class VllmHost:
         return ticket
 
     def _salt(self, call: Call) -> str:
-        return f"{self._era}/{call.salt}"
+        return salt_of(self._era, call.salt)
 
     async def _chunks(self, body: dict[str, Any]) -> AsyncIterator[Chunk]:
         """The events of one streamed call. A token may wait behind a long queue, so reading has no deadline."""
@@ -300,10 +300,13 @@ class VllmHost:
         try:
             hello = await self._rpc("gyre_hello")
         except HostError as error:
-            raise HostError(f"vLLM {version} runs without our worker extension; start it with --worker-extension-cls "
-                            f"gyre_vllm_worker.GyreWorker and PYTHONPATH=.../engines/inside_vllm ({error})") from error  # fmt: skip
-        log.info("vLLM %s: %d routes, workers %s, requests are moved by %s, sleep %s", version, len(routes), hello,
-                 self.capabilities.migration, "frees memory" if self._settings.sleeps else "only stops")  # fmt: skip
+            raise HostError(
+                f"vLLM {version} runs without our worker extension; start it with --worker-extension-cls "
+                f"gyre_vllm_worker.GyreWorker and PYTHONPATH=.../engines/inside_vllm ({error})"
+            ) from error
+        sleep = "frees memory" if self._settings.sleeps else "only stops"
+        log.info("vLLM %s: %d routes, workers %s, requests move by %s, sleep %s", version, len(routes), hello,
+                 self.capabilities.migration, sleep)  # fmt: skip
 
     @property
     def _client(self) -> httpx.AsyncClient:

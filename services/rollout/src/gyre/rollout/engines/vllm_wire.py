@@ -121,6 +121,11 @@ def seed_at(seed: int, position: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
+def salt_of(era: int, salt: str) -> str:
+    """A `cache_salt`: the server takes no slash, no at sign and no more than 128 characters."""
+    return hashlib.blake2b(f"{era}/{salt}".encode(), digest_size=16).hexdigest()
+
+
 def ended_of(reason: str, num_reused: int) -> Ended:
     """How a call ended, from the server's `finish_reason`."""
     if reason in ("stop", "length", "abort"):

@@ -20,6 +20,18 @@ if os.environ.get("GYRE_NIXL_PROGRESS_THREAD") == "0":
         nixl_utils.nixl_agent_config = functools.partial(nixl_utils.nixl_agent_config, enable_prog_thread=False)
 
 
+def _repack(model) -> int:
+    """Packs again what a CPU packed but a reload passed by: the head that shares its weight with the embedding.
+
+    Layers that keep no plain weight were loaded, and packed, by themselves.
+    """
+    stale = [m for m in model.modules() if hasattr(m, "cpu_linear") and getattr(m, "weight", None) is not None]
+    stale = [module for module in stale if module.weight.numel() and hasattr(module, "quant_method")]
+    for module in stale:
+        module.quant_method.process_weights_after_loading(module)
+    return len(stale)
+
+
 class GyreWorker:
     """Mixed into vLLM's worker class; every method is called through `collective_rpc`, with texts as arguments."""
 
@@ -36,7 +48,7 @@ class GyreWorker:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             self.model_runner.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
-        return {"tensors": len(names)}
+        return {"tensors": len(names), "repacked": _repack(self.model_runner.get_model())}
 
     def gyre_release(self, *request_ids: str) -> dict:
         """Ends the leases on KV that waits to be pulled; `/pause` would wait for them. Unknown ids are ignored."""
