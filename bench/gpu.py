@@ -56,7 +56,7 @@ async def run(home: Path, engine: str, policy: PolicyConfig, dtype: str, device:
                             token_budget=max(2048, sizes.requests)),
     )  # fmt: skip
     place = ServerPlace(reachable_host(":0"), home / "server.log", home / "server")
-    with Transfer(TransferConfig("engine-0")) as transfer:
+    with Transfer(TransferConfig("engine-0", directory=home / "transfer")) as transfer:
         built = build(Site(config, home, transfer, place, home / "cells"))
         print(f"engine {built.choice.backend}: {built.choice.why}", flush=True)
         try:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from gyre.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gyre.runtime.config import RunConfig, SamplingConfig
+    from gyre.runtime.config import RunConfig
 
 BACKENDS = ("auto", "torch", "scripted", "tensorrt_llm", "vllm", "sglang")
-ONE_LOGPROB = ("tensorrt_llm", "vllm", "sglang")  # backends that report one log-probability per token
 
 
 def check_engine(config: RunConfig) -> None:
@@ -18,18 +17,32 @@ def check_engine(config: RunConfig) -> None:
     backend = config.engine.backend
     if backend not in BACKENDS:
         raise ConfigError(f"engine.backend = {backend!r}: unknown; use {' or '.join(BACKENDS)}")
-    if backend in ONE_LOGPROB and (problem := one_logprob_problem(config.sampling)):
-        raise ConfigError(f"{problem}, or engine.backend = 'torch'")
+    theirs = backend not in ("auto", "torch", "scripted")
+    if problem := unsuited(config) if theirs else torch_alone(config) if backend == "scripted" else "":
+        raise ConfigError(f"{problem}, or engine.backend = 'torch' instead of {backend!r}")
     check_server(config)
 
 
-def one_logprob_problem(sampling: SamplingConfig) -> str:
-    """Why an engine that reports one log-probability per token cannot sample so; '' if it can.
+def unsuited(config: RunConfig) -> str:
+    """Why an engine of other people cannot do what is configured; '' if it can. `auto` passes over it then."""
+    problem = torch_alone(config) or _beyond_one_logprob(config)
+    if not problem and config.policy.implementation == "transformers":
+        problem = "policy.implementation = 'transformers': only the torch engine runs it; use 'gyre'"
+    return problem
 
-    That of the policy and that of what was really sampled are both recorded, so they must be the same.
-    """
+
+def torch_alone(config: RunConfig) -> str:
+    """What is configured that only the torch engine has, and what to use instead; '' if nothing is."""
+    if config.engine.carry != "recompute":
+        return f"engine.carry = {config.engine.carry!r}: only the torch engine keeps KV under new weights; use recompute"
+    return "engine.deterministic = true: only the torch engine has this mode; use false" if config.engine.deterministic else ""
+
+
+def _beyond_one_logprob(config: RunConfig) -> str:
+    """Engines of other people report one log-probability per token. That of the policy and that of what was really
+    sampled are both recorded, so they must be the same."""
     for key in ("temperature", "eval_temperature"):
-        value = getattr(sampling, key)
+        value = getattr(config.sampling, key)
         if value != 1.0 and not (key == "eval_temperature" and value == 0.0):
             right = "1.0" if key == "temperature" else "1.0 or 0.0"
             return f"sampling.{key} = {value}: this engine reports one log-probability per token; use {right}"
