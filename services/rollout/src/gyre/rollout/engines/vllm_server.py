@@ -153,7 +153,8 @@ def _cpu_environment(policy: PolicyConfig, dtype: str, kv_tokens: int) -> dict[s
     needed = kv_tokens * 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * size
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(1.1 * needed / 2**30))), "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "UCX_TLS": "posix,cma,sysv,tcp", "GYRE_NIXL_PROGRESS_THREAD": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "UCX_TLS": "posix,cma,sysv,tcp", "GYRE_NIXL_POLL_US": "1000",
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
     }  # fmt: skip
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
