@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 _INSIDE = Path(__file__).with_name("inside_vllm")
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its attention kernels
 _CPU_BLOCK = 32
-_LEASE_S = 30.0
+_LEASE_S = 60.0  # the first transfer between two servers has been seen to take 24 s on a busy machine
 _TOLERANCE = {"float32": 0.02, "float64": 0.02}  # nats; other dtypes round more
 _LOOSE = 0.3
 
@@ -99,7 +99,7 @@ def vllm_engine(
     command = server_command(python, build, preparer, dtype, longest, config, place, port)
     settings = VllmSettings(
         layout=_layout(build, preparer.served, dtype, command.arguments), moves=build.nixl, sleeps=not build.on_cpu,
-        start_s=server.start_timeout_s, lease_s=_LEASE_S, tolerance=_TOLERANCE.get(dtype, _LOOSE),
+        start_s=server.start_timeout_s, lease_s=_LEASE_S, margin_s=_LEASE_S / 3, tolerance=_TOLERANCE.get(dtype, _LOOSE),
     )  # fmt: skip
     launched = LaunchedServer(f"http://{place.host}:{port}", command)
     return _engine(VllmHost(launched, settings, preparer), policy, dtype, longest, config, place)
