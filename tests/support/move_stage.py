@@ -117,9 +117,14 @@ class Node:
     pace: Pace
     server: rpc.Server
     client: FaultyEngine
+    death: asyncio.Task[None] | None = None
 
     async def kill(self) -> None:
-        """The process is gone: no connection lives, no answer comes."""
+        """The process is gone: no connection lives, no answer comes. Whoever kills it may be cancelled by that."""
+        self.death = self.death or asyncio.create_task(self._die())
+        await asyncio.shield(self.death)
+
+    async def _die(self) -> None:
         await self.server.stop(0)
         await self.engine.close()
 
