@@ -85,7 +85,7 @@ async def collect(stream: EventStream) -> tuple[list[TokenEvent], Finish]:
 
 async def test_a_request_yields_indexed_tokens_and_one_finish(engine: Engine) -> None:
     tokens, finish = await collect(engine.submit(ask("a")))
-    assert finish == Finish("length")
+    assert finish.reason == "length"
     assert [t.index for t in tokens] == list(range(12))
     assert all(0 <= t.token_id < VOCAB and t.logprob <= 0 and t.weights_version == 3 for t in tokens)
 
@@ -95,7 +95,7 @@ async def test_a_stop_token_ends_the_stream_and_is_part_of_it(engine: Engine) ->
     stop = tokens[4].token_id
     again, finish = await collect(engine.submit(ask("b", stop_token_ids=(stop,))))
     first = [t.token_id for t in tokens].index(stop)
-    assert finish == Finish("stop")
+    assert finish.reason == "stop"
     assert [t.token_id for t in again] == [t.token_id for t in tokens[: first + 1]]
 
 
@@ -115,7 +115,7 @@ async def test_a_replay_continues_with_the_same_tokens_and_indexes(engine: Engin
     rest = GenerateRequest("rest", np.concatenate((prompt(10), emitted)), 7, seed=11, num_emitted=5)
     tokens, finish = await collect(engine.submit(rest))
     assert [(t.index, t.token_id) for t in tokens] == [(t.index, t.token_id) for t in whole[5:]]
-    assert finish == Finish("length")
+    assert finish.reason == "length"
 
 
 async def test_an_aborted_request_keeps_what_it_emitted(engine: Engine) -> None:
@@ -133,9 +133,9 @@ async def test_a_paused_engine_refuses_new_requests_and_finishes_old_ones(engine
     engine.pause()
     with pytest.raises(AdmissionClosed):
         engine.submit(ask("new"))
-    assert (await collect(running))[1] == Finish("length")
+    assert (await collect(running))[1].reason == "length"
     engine.resume()
-    assert (await collect(engine.submit(ask("new"))))[1] == Finish("length")
+    assert (await collect(engine.submit(ask("new"))))[1].reason == "length"
 
 
 async def test_more_requests_than_slots_are_all_served(engine: Engine) -> None:
@@ -143,7 +143,7 @@ async def test_more_requests_than_slots_are_all_served(engine: Engine) -> None:
     results = [await collect(streams.pop(0))]  # by now the rest has left the waiting queue
     streams += [engine.submit(ask(f"s{i}", seed=i)) for i in range(MAX_WAITING)]
     results += [await collect(stream) for stream in streams]
-    assert all(len(tokens) == 12 and finish == Finish("length") for tokens, finish in results)
+    assert all(len(tokens) == 12 and finish.reason == "length" for tokens, finish in results)
     assert engine.load_report().num_tokens_sampled == 12 * len(results)
 
 
