@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -24,11 +25,13 @@ from gyre.rollout.engines.base import (
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
 from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
+from hosted_engines import make_sglang, make_tensorrt
 
 torch.set_num_threads(1)
 VOCAB = 32
 POLICY = PolicyConfig("qwen3", VOCAB, 16, 24, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=256)
 MAX_RUNNING, MAX_WAITING = 4, 4
+DEVICE = torch.device(os.environ.get("GYRE_TEST_DEVICE", "cpu"))  # `make test-gpu` says cuda
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -37,16 +40,24 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def make_torch() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, device=DEVICE, min_interval_s=0.0))
 
 
 def make_threaded() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0, thread_from_parameters=0))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, device=DEVICE, min_interval_s=0.0, thread_from_parameters=0))
 
 
 def make_scripted() -> Engine:
     return ScriptedEngine(seeded_script(VOCAB), ScriptedConfig(1024, MAX_RUNNING, MAX_WAITING))
+
+
+def make_tensorrt_llm() -> Engine:
+    return make_tensorrt(POLICY)
+
+
+def make_sg_lang() -> Engine:
+    return make_sglang(POLICY)
 
 
 async def load(engine: Engine, version: int) -> None:
@@ -56,7 +67,16 @@ async def load(engine: Engine, version: int) -> None:
     engine.resume()
 
 
-@pytest.fixture(params=[make_torch, make_threaded, make_scripted], ids=["torch", "torch-threaded", "scripted"])
+MAKERS = {
+    "torch": make_torch,
+    "torch-threaded": make_threaded,
+    "scripted": make_scripted,
+    "tensorrt-llm": make_tensorrt_llm,
+    "sglang": make_sg_lang,
+}
+
+
+@pytest.fixture(params=list(MAKERS.values()), ids=list(MAKERS))
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     make: Callable[[], Engine] = request.param
     engine = make()
