@@ -179,10 +179,10 @@ class Stage:
         for other in range(len(self.nodes)):
             self.router.set_admitting(other, other == cell)
         engine = self.nodes[cell].engine
-        num_running = engine.load_report().num_running
+        before = _num_submitted(engine)
         self.call(name)
         async with asyncio.timeout(10):
-            while engine.load_report().num_running == num_running:
+            while _num_submitted(engine) == before:
                 await asyncio.sleep(0.001)
         for other in range(len(self.nodes)):
             self.router.set_admitting(other, True)
@@ -237,6 +237,12 @@ async def undisturbed(job: Job) -> list[int]:
     script = seeded_script(VOCAB)
     request = GenerateRequest("alone", job.prompt, job.max_tokens, seed=job.sampling.seed)
     return [token.token_id for token, _ in zip(script(request), range(job.max_tokens), strict=False)]
+
+
+def _num_submitted(engine: ScriptedEngine) -> int:
+    """Tokens of all prompts so far."""
+    report = engine.load_report()
+    return report.num_tokens_prefilled + report.num_tokens_reused
 
 
 def _holds_something(engine: ScriptedEngine) -> bool:
