@@ -71,6 +71,12 @@ class FaultyEngine(GrpcEngine):
         self.attempts: list[Attempt] = []
         self._acts: dict[tuple[str, str, int], Act] = {}
 
+    def forget(self) -> None:
+        """Nothing was asked and nothing is to happen."""
+        self.asked.clear()
+        self.attempts.clear()
+        self._acts.clear()
+
     def before(self, method: str, act: Act, number: int = 1) -> None:
         self._acts[(method, "before", number)] = act
 
