@@ -71,6 +71,12 @@ class FaultyEngine(GrpcEngine):
         self.attempts: list[Attempt] = []
         self._acts: dict[tuple[str, str, int], Act] = {}
 
+    def forget(self) -> None:
+        """Nothing was asked and nothing is to happen."""
+        self.asked.clear()
+        self.attempts.clear()
+        self._acts.clear()
+
     def before(self, method: str, act: Act, number: int = 1) -> None:
         self._acts[(method, "before", number)] = act
 
@@ -117,9 +123,14 @@ class Node:
     pace: Pace
     server: rpc.Server
     client: FaultyEngine
+    death: asyncio.Task[None] | None = None
 
     async def kill(self) -> None:
-        """The process is gone: no connection lives, no answer comes."""
+        """The process is gone: no connection lives, no answer comes. Whoever kills it may be cancelled by that."""
+        self.death = self.death or asyncio.create_task(self._die())
+        await asyncio.shield(self.death)
+
+    async def _die(self) -> None:
         await self.server.stop(0)
         await self.engine.close()
 
@@ -174,10 +185,10 @@ class Stage:
         for other in range(len(self.nodes)):
             self.router.set_admitting(other, other == cell)
         engine = self.nodes[cell].engine
-        num_running = engine.load_report().num_running
+        before = _num_submitted(engine)
         self.call(name)
         async with asyncio.timeout(10):
-            while engine.load_report().num_running == num_running:
+            while _num_submitted(engine) == before:
                 await asyncio.sleep(0.001)
         for other in range(len(self.nodes)):
             self.router.set_admitting(other, True)
@@ -232,6 +243,12 @@ async def undisturbed(job: Job) -> list[int]:
     script = seeded_script(VOCAB)
     request = GenerateRequest("alone", job.prompt, job.max_tokens, seed=job.sampling.seed)
     return [token.token_id for token, _ in zip(script(request), range(job.max_tokens), strict=False)]
+
+
+def _num_submitted(engine: ScriptedEngine) -> int:
+    """Tokens of all prompts so far."""
+    report = engine.load_report()
+    return report.num_tokens_prefilled + report.num_tokens_reused
 
 
 def _holds_something(engine: ScriptedEngine) -> bool:
