@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness test-trl test-nixl test-deepspeed lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-gpu test-harness test-trl test-nixl test-deepspeed lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -15,6 +15,11 @@ demo: setup  ## Train the example policy with every service as its own process (
 
 test: lint gen-check  ## Lint, check generated code, run every test that needs nothing else (ARGS="-k name")
 	@$(BIN)/python -m pytest -m "not harness" $(ARGS)
+
+test-gpu: setup  ## One GPU, at most 8 minutes: contract, mismatch, speeds, role switch (ARGS="--engine vllm" for another engine)
+	@$(BIN)/python bench/gpu.py --check
+	@GYRE_TEST_DEVICE=cuda timeout 120 $(BIN)/python -m pytest tests/unit/rollout/test_engine_conformance.py -k torch
+	@timeout 360 $(BIN)/python bench/gpu.py $(ARGS)
 
 test-harness: setup  ## Run the tests that drive a real third-party harness, installed apart in .venv-harness
 	@sh tools/setup_harness.sh

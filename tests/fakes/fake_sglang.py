@@ -9,6 +9,7 @@ The traps, each with a test in test_sglang_engine.py:
 - without a `load_format` an update takes that of the server's start, which fills in random weights;
 - `in_place` keeps requests with the KV of old weights; a flush is refused while requests are in flight;
 - releasing memory while requests are in flight ends the process; released weights come back as zeros;
+- a forward that gives no number answers a stop token and says `matched: "NaN happened"`;
 - `ignore_eos` ignores `stop_token_ids` too; the model's own end token stops a request nobody told to stop there.
 """
 
@@ -59,6 +60,7 @@ class FakeSgLang:
         self.paused: str | None = None
         self.released = False
         self.refuse_flushes = 0
+        self.computes_nothing = self.old_routes = False
         self.died = asyncio.Event()
         self.resumed = asyncio.Event()
         self._web: uvicorn.Server | None = None
@@ -106,6 +108,12 @@ class FakeSgLang:
         ids = [*request.body["input_ids"], *request.output_ids]
         temperature = sampling["temperature"]
         token, logprob, behaviour = self.model.draw(ids, temperature, sampling["sampling_seed"], request.good)
+        if self.computes_nothing and sampling["stop_token_ids"]:
+            token = sampling["stop_token_ids"][0]
+            request.output_ids.append(token)
+            request.logprobs.append([0.0, token, None])
+            self._end(request, {"type": "stop", "matched": "NaN happened"})
+            return
         request.output_ids.append(token)
         request.logprobs.append([logprob if self.original_logprob or temperature == 0 else behaviour, token, None])
         request.version = self.weight_version
@@ -143,10 +151,12 @@ class FakeSgLang:
         self.calls.append((route, body))
         if self.died.is_set():
             await answer(send, 500, {})
+        elif self.old_routes and route in ("/model_info", "/server_info"):
+            await answer(send, 404, {"detail": "Not Found"})
         elif route == "/generate":
             await self._generate(body, send)
         else:
-            handler = getattr(self, f"post{route.replace('/', '_')}", None)
+            handler = getattr(self, f"post{route.replace('/get_', '/').replace('/', '_')}", None)
             status, content = await handler(body) if handler else (404, {"detail": "Not Found"})
             await answer(send, status, content)
 

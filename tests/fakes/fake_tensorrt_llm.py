@@ -153,6 +153,9 @@ class StockExtension:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
+WORKER_HAS = ("sleep", "wakeup", "submit", "abort_request", "enqueue_request", "setup_engine", "start", "shutdown")
+
+
 def uuid_of(device_id: int) -> str:
     return f"GPU-{device_id}"
 
@@ -333,7 +336,9 @@ def make_llm(world: World, known: list[str]) -> type:
             self.closed = False
             self.executor = Executor(world, kwargs)
             worker = extension_of(StockExtension, control_action_decorator, uuid_of)
-            self.worker = type("RayGPUWorker", (worker,), {})()
+            if taken := {name for name in dir(worker) if not name.startswith("__")} & set(WORKER_HAS):
+                raise ValueError(f"Worker class RayGPUWorker already defines {taken}")
+            self.worker = type("RayGPUWorkerWithExtension", (worker,), {})()
             self.worker.engine, self.worker.device_id = self.executor, 0
             world.engines.append(self)
 

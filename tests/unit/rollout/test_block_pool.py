@@ -64,7 +64,7 @@ def test_blocks_are_conserved(operations: list[tuple[int, list[int]]]) -> None:
         if kind == 0 and live:
             pool.release(live.pop(len(values) % len(live)))
         elif kind == 1:
-            pool.forget()
+            pool.forget(lambda root: True)
         else:
             sequence = ids(*values)
             blocks, tip = pool.match(ROOT, sequence)

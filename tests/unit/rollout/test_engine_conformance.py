@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -13,12 +14,13 @@ from gyre.rollout.engines.base import Engine
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
 from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
-from hosted_engines import make_sglang, make_tensorrt
+from hosted_engines import make_sglang, make_tensorrt, make_vllm
 
 torch.set_num_threads(1)
 VOCAB = 32
 POLICY = PolicyConfig("qwen3", VOCAB, 16, 24, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=256)
 MAX_RUNNING, MAX_WAITING = 4, 4
+DEVICE = torch.device(os.environ.get("GYRE_TEST_DEVICE", "cpu"))  # `make test-gpu` says cuda
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -27,12 +29,12 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def make_torch() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, device=DEVICE, min_interval_s=0.0))
 
 
 def make_threaded() -> Engine:
     scheduler = SchedulerConfig(1024, 256, 8, MAX_RUNNING, MAX_WAITING, 64, 16)
-    return TorchEngine(POLICY, TorchEngineConfig(scheduler, min_interval_s=0.0, thread_from_parameters=0))
+    return TorchEngine(POLICY, TorchEngineConfig(scheduler, device=DEVICE, min_interval_s=0.0, thread_from_parameters=0))
 
 
 def make_scripted() -> Engine:
@@ -47,14 +49,18 @@ def make_sg_lang() -> Engine:
     return make_sglang(POLICY)
 
 
+def make_v_llm() -> Engine:
+    return make_vllm(POLICY)
+
+
 MAKERS = {
     "torch": make_torch,
     "torch-threaded": make_threaded,
     "scripted": make_scripted,
     "tensorrt-llm": make_tensorrt_llm,
     "sglang": make_sg_lang,
+    "vllm": make_v_llm,
 }
-
 
 LONGEST = 256
 POSITIONAL = {"torch", "torch-threaded", "scripted", "tensorrt-llm", "sglang"}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from gyre.rollout.engines.base import EngineBusy, EventStream, Finish, GenerateRequest
 from gyre.rollout.torch_engine.sampler import Sampled
-from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfig
+from gyre.rollout.torch_engine.scheduler import Scheduler, SchedulerConfig
+from gyre.rollout.torch_engine.sequence import Batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,7 @@ def test_no_history_mixes_contexts_or_leaks_blocks(history: list[tuple]) -> None
     for stream, max_tokens in streams.values():
         *tokens, finish = stream._events
         assert [t.index for t in tokens] == list(range(len(tokens)))  # type: ignore[union-attr]
-        assert finish == Finish("abort") or (finish == Finish("length") and len(tokens) == max_tokens)
+        assert finish.reason == "abort" or (finish.reason == "length" and len(tokens) == max_tokens)
 
 
 def test_decodes_go_first_and_a_long_prefill_comes_in_chunks() -> None:

@@ -15,10 +15,10 @@ from gyre.rollout.engines.base import AdmissionClosed, InvalidRequest
 from gyre.rollout.engines.host import Ended, Piece
 from gyre.rollout.engines.hosted import HostedEngine
 from gyre.rollout.engines.moving import MoveRefused
-from gyre.rollout.engines.sglang import parts_of
+from gyre.rollout.engines.sglang import SgLangHost, SgLangSettings, parts_of
 from gyre.rollout.engines.sglang_server import ENVIRONMENT, server_command
 from gyre.runtime.config import EngineConfig, EngineServerConfig
-from hosted_engines import make_sglang_over
+from hosted_engines import hosted, make_sglang_over
 
 
 @pytest.fixture
@@ -176,6 +176,33 @@ async def test_a_server_that_dies_ends_its_requests_and_the_engine(engine: Hoste
     async with asyncio.timeout(5):
         await engine.failed.wait()
     assert not (await engine.probe()).ok
+
+
+async def test_a_stop_token_that_was_made_up_for_want_of_a_number_is_an_error(engine: HostedEngine, server: FakeSgLang) -> None:
+    server.computes_nothing = True
+    tokens, finish = await collect(engine.submit(ask("a", stop_token_ids=(7,))))
+    assert finish.reason == "error" and "NaN happened" in finish.detail and tokens == []
+
+
+async def test_a_server_with_older_routes_serves_too() -> None:
+    server = FakeSgLang(POLICY)
+    server.old_routes = True
+    engine = make_sglang_over(server, POLICY)
+    await load(engine, 3)
+    assert await engine.sleep() == 3 * 2**30
+    await engine.wake()
+    assert (await engine.probe()).ok
+    await engine.close()
+
+
+async def test_memory_of_a_server_that_cannot_sleep_stays_and_its_weights_too() -> None:
+    server = FakeSgLang(POLICY)
+    engine = hosted(SgLangHost(server, SgLangSettings(20.0, 20.0, 10.0, 0.005, sleeps=False)), POLICY)
+    await load(engine, 3)
+    assert await engine.sleep() == 0 and not engine.capabilities.sleeps
+    await engine.wake()
+    assert (await engine.probe()).ok and "/release_memory_occupation" not in routes(server)
+    await engine.close()
 
 
 async def test_what_it_cannot_do_is_refused_by_name(engine: HostedEngine) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
+from gyre.runtime.engines import check_engine
 from gyre.runtime.losses import LossConfig, check_loss
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
 from gyre.runtime.training import TrainingConfig, check_training
@@ -51,7 +52,8 @@ class EngineConfig:
     max_running: int = 128  # live requests at once
     max_waiting: int = 1024  # queued requests; one more is refused
     token_budget: int = 2048  # tokens computed in one iteration
-    carry: Literal["recompute", "keep"] = "recompute"
+    carry: Literal["recompute", "keep"] = "recompute"  # KV of executions under new weights: computed again, or kept (torch)
+    deterministic: bool = False  # equal bits in whatever company; several times slower (torch)
     min_interval_ms: float = 4.0  # between the starts of two iterations, so that requests gather into a batch
     flush_ms: float = 50.0  # longest time a sampled token waits before it is sent on
     move_min_tokens: int = 256  # a call with fewer computed tokens is replayed elsewhere instead of moved
@@ -271,8 +273,6 @@ NOT_BUILT = {
     "cells.tensor_parallel": "tensor parallelism", "cells.context_parallel": "context parallelism",
     "cells.expert_parallel": "expert parallelism", "cells.nodes_per_cell": "several nodes in a cell",
 }
-BACKENDS = ("auto", "torch", "scripted", "tensorrt_llm", "vllm", "sglang")
-ONE_LOGPROB = ("tensorrt_llm", "vllm", "sglang")  # backends that report one log-probability per token
 SCHEDULES = ("colocate",)
 SCHEDULES_NOT_BUILT = ("elastic", "async", "async+streaming", "colocate+standalone", "colocate+standalone+streaming",
                        "rollpacker")
@@ -352,48 +352,13 @@ def _check_not_built(config: RunConfig) -> None:
         raise ConfigError(f"policy.lora_rank = {config.policy.lora_rank}: LoRA is not built yet; use 0")
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
-    _check_choice("engine.backend", config.engine.backend, BACKENDS, ())
-    if config.engine.backend in ONE_LOGPROB and (problem := one_logprob_problem(config.sampling)):
-        raise ConfigError(f"{problem}, or engine.backend = 'torch'")
-    check_server(config)
-    if config.policy.implementation == "transformers" and config.engine.backend != "scripted":
-        raise ConfigError(f"policy.implementation = 'transformers': the trainer can train such a policy, but engine.backend = "
-                          f"{config.engine.backend!r} cannot sample from it yet; use 'gyre', or engine.backend = 'scripted'")
+    check_engine(config)
     _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")
     if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
         raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")
-    if config.engine.carry != "recompute":
-        raise ConfigError(f"engine.carry = {config.engine.carry!r}: not built yet; use recompute")
-
-
-def one_logprob_problem(sampling: SamplingConfig) -> str:
-    """Why an engine that reports one log-probability per token cannot sample so; '' if it can.
-
-    That of the policy and that of what was really sampled are both recorded, so they must be the same.
-    """
-    for key in ("temperature", "eval_temperature"):
-        value = getattr(sampling, key)
-        if value != 1.0 and not (key == "eval_temperature" and value == 0.0):
-            right = "1.0" if key == "temperature" else "1.0 or 0.0"
-            return f"sampling.{key} = {value}: this engine reports one log-probability per token; use {right}"
-    return ""
-
-
-def check_server(config: RunConfig) -> None:
-    """Refuse a server that cannot be. Raises ConfigError."""
-    server = config.engine.server
-    if server.start_timeout_s <= 0:
-        raise ConfigError(f"engine.server.start_timeout_s = {server.start_timeout_s}: must be greater than 0")
-    if server.python and server.url:
-        raise ConfigError(f"engine.server.url = {server.url!r}: set either it or engine.server.python, not both")
-    if server.url and not server.url.startswith(("http://", "https://")):
-        raise ConfigError(f"engine.server.url = {server.url!r}: must start with http:// or https://")
-    if server.url and config.cells.count > 1:
-        raise ConfigError(f"engine.server.url = {server.url!r}: is one engine, but cells.count = {config.cells.count}; "
-                          "use engine.server.python, which starts one for each cell")
 
 
 def _check_choice(key: str, value: str, built: tuple[str, ...], planned: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from gyre.transfer.errors import (
     TransferError,
 )
 from gyre.transfer.region import Region
+from gyre.transfer.rows import MAX_ROWS, row_checksum
 from gyre.transfer.transfer import Transfer, TransferConfig, backends_of
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
     "LayoutMismatch",
+    "MAX_ROWS",
     "NixlTarget",
     "Region",
     "RegionDescriptor",
@@ -34,4 +36,5 @@ __all__ = [
     "backends_of",
     "checksum",
     "host_identity",
+    "row_checksum",
 ]

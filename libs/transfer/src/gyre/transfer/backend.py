@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from gyre.transfer.describe import BufferInfo, RegionDescriptor
-from gyre.transfer.errors import DeadlineExceeded, LayoutMismatch
+from gyre.transfer.errors import DeadlineExceeded, LayoutMismatch, TransferError
+from gyre.transfer.rows import RowRead
 
 COPY_CHUNK_BYTES = 4 << 20
+
+Clock = Callable[[], float]
 
 
 class Reader(Protocol):
@@ -29,6 +35,31 @@ class Reader(Protocol):
     async def read(self, descriptor: RegionDescriptor, into: Mapping[str, np.ndarray], deadline: float) -> None:
         """Fill `into` (C-contiguous, checked) before `deadline` (event-loop time); raises a `TransferError`."""
         ...
+
+    async def read_rows(self, wanted: RowRead, deadline: float) -> None:
+        """Fill and verify the rows of `wanted` before `deadline`; raises a `TransferError`. Nothing is written later."""
+        ...
+
+
+async def in_thread(work: Callable[[Clock], None]) -> None:
+    """Run `work` on a worker thread and wait until it has ended, also when this is cancelled.
+
+    `work` is given the clock of its deadline. After a cancellation that clock says that every deadline has passed, so
+    `work`, which has to look at it again and again, ends soon, and nothing of it writes into a caller's memory later.
+    """
+    loop = asyncio.get_running_loop()
+    given_up = threading.Event()
+    running = loop.run_in_executor(None, work, lambda: math.inf if given_up.is_set() else loop.time())
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        given_up.set()
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        with contextlib.suppress(TransferError):
+            running.result()
+        raise
 
 
 

@@ -11,7 +11,7 @@ import mmap
 import secrets
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,19 +55,26 @@ def read_header(memory: mmap.mmap | bytearray, region: str) -> Header:
 class Region:
     """Owner's side. `arrays` are views of the registered memory: torch can wrap them with `from_numpy`."""
 
-    def __init__(self, name: str, arrays: dict[str, np.ndarray], path: Path | None) -> None:
-        """Allocate memory (a file at `path`, or anonymous), copy `arrays` in; generation 1."""
+    def __init__(
+        self, name: str, arrays: dict[str, np.ndarray], path: Path | None, *, generation: int = 1, has_rows: bool = False
+    ) -> None:
+        """Allocate memory (a file at `path`, or anonymous) and copy `arrays` in.
+
+        has_rows: the region is a pool of rows (see `rows`): `arrays` only say dtype and shape, the memory stays zeros.
+        """
         infos, payload_bytes = lay_out(arrays)
         self.name = name
         self.path = path
+        self.has_rows = has_rows
         self._memory = _allocate(path, HEADER_BYTES + max(payload_bytes, 1))
         self._infos = infos
         self._described: tuple[BufferInfo, ...] | None = None
         self.arrays = {info.name: view(self._memory, info) for info in infos}
-        for key, array in arrays.items():
-            self.arrays[key][...] = array
+        if not has_rows:
+            for key, array in arrays.items():
+                self.arrays[key][...] = array
         token = secrets.token_bytes(16)
-        _HEADER.pack_into(self._memory, 0, MAGIC, token, 2, 0)
+        _HEADER.pack_into(self._memory, 0, MAGIC, token, 2 * generation, 0)
         self.token = token.hex()
 
     @property
@@ -93,6 +100,11 @@ class Region:
         start = HEADER_BYTES + info.offset_bytes
         return memoryview(self._memory)[start : start + info.num_bytes]
 
+    def row_bytes(self) -> np.ndarray:
+        """uint8 [num_rows, row_bytes] of a pool of rows, without a copy."""
+        (info,) = self._infos
+        return np.frombuffer(self.payload(info), np.uint8).reshape(info.shape[0], -1)
+
     @contextmanager
     def rewriting(self) -> Iterator[dict[str, np.ndarray]]:
         """Readers fail while this is open; closing it makes the next generation, also when the body raised."""
@@ -117,17 +129,30 @@ class Region:
 
     def describe_buffers(self) -> tuple[BufferInfo, ...]:
         """The buffers with checksums of this generation; raises `StaleGeneration` while it is being rewritten."""
-        if self.header().counter % 2:
-            raise StaleGeneration(f"region {self.name!r} is being rewritten: close the generation before describing it")
+        infos = self.describe_layout()
         if self._described is None:
-            self._described = tuple(replace(i, checksum=checksum(self.arrays[i.name])) for i in self._infos)
+            self._described = tuple(replace(i, checksum=checksum(self.arrays[i.name])) for i in infos)
         return self._described
 
+    def describe_layout(self) -> tuple[BufferInfo, ...]:
+        """The buffers without checksums; raises `StaleGeneration` while the region as a whole is being rewritten."""
+        if self.header().counter % 2:
+            raise StaleGeneration(f"region {self.name!r} is being rewritten: close the generation before describing it")
+        return self._infos
+
     def release(self) -> None:
-        """Tell readers it is gone, and unlink the file. The owner's own views stay valid until dropped."""
+        """Tell readers it is gone, and unlink the file. The owner's own views stay valid until dropped.
+
+        A pool of rows in a file is emptied, too: readers keep such files mapped, and an engine that sleeps wants the
+        memory back now. The owner's views then show zeros.
+        """
         struct.pack_into("<Q", self._memory, _RELEASED_AT, 1)
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        if self.path is None:
+            return
+        self.path.unlink(missing_ok=True)
+        if self.has_rows and hasattr(mmap, "MADV_REMOVE"):
+            with suppress(OSError):  # not every file system can
+                self._memory.madvise(mmap.MADV_REMOVE, HEADER_BYTES)
 
     def _set_counter(self, counter: int) -> None:
         struct.pack_into("<Q", self._memory, _COUNTER_AT, counter)

@@ -6,18 +6,21 @@ import asyncio
 import fcntl
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gyre.transfer.backend import Reader, check_destination, host_identity
-from gyre.transfer.describe import Address, RegionDescriptor, checksum
-from gyre.transfer.errors import BackendUnavailable, ChecksumMismatch, RegionUnknown, TransferError
+from gyre.transfer.describe import Address, BufferInfo, RegionDescriptor, checksum
+from gyre.transfer.errors import BackendUnavailable, ChecksumMismatch, LayoutMismatch, RegionUnknown, TransferError
 from gyre.transfer.nixl import NixlBackend
 from gyre.transfer.nixl_agent import installed as nixl_installed
 from gyre.transfer.region import Region
+from gyre.transfer.rows import ROWS, RowRead, rows_like
 from gyre.transfer.shared_memory import SharedMemoryReader
 from gyre.transfer.tcp import TcpReader, TcpServer
 
@@ -70,6 +73,7 @@ class Transfer:
         self._nixl = (nixl or NixlBackend(config.owner)) if "nixl" in config.backends else None
         self._readers = self._readers_of(config.backends)
         self._regions: dict[str, Region] = {}
+        self._registrations: Counter[str] = Counter()  # of pools of rows, by name
         self._directory, self._lock = _claim_directory(config)
         self._server = None if config.listen is None else TcpServer(config.listen, self)
         self._port = 0 if self._server is None else self._server.start()
@@ -85,29 +89,66 @@ class Transfer:
 
         Registering a name again releases the earlier region: its descriptors become `RegionUnknown`.
         """
+        path = self._make_room(name)
+        self._regions[name] = Region(name, dict(arrays), path)
+        return self._regions[name]
+
+    def register_rows(self, name: str, num_rows: int, row_shape: tuple[int, ...], dtype: npt.DTypeLike) -> Region:
+        """Register a pool of rows: `region.arrays["rows"]` is [num_rows, *row_shape], zeros, written at any time.
+
+        Each row is stable or not by itself: whoever tells a reader which rows to read sends `row_checksum`s along.
+        Registering a name again releases the earlier region, as with `register`. Raises `LayoutMismatch` for a size
+        that cannot be.
+        """
+        like = rows_like(name, num_rows, row_shape, dtype)
+        path = self._make_room(name)
+        self._registrations[name] += 1
+        region = Region(name, {ROWS: like}, path, generation=self._registrations[name], has_rows=True)
+        self._regions[name] = region
+        return region
+
+    def _make_room(self, name: str) -> Path | None:
+        """Release what is registered as `name`; returns the path of its successor's file, if it gets one."""
         if self._directory is None and self._server is None and self._nixl is None:
             raise BackendUnavailable(f"region {name!r}: this process has neither a directory nor a listen address")
         self.release(name)
-        path = None
-        if self._directory is not None:
-            path = self._directory / f"{name.replace('/', '_')}.{secrets.token_hex(4)}.region"
-        self._regions[name] = Region(name, dict(arrays), path)
-        return self._regions[name]
+        if self._directory is None:
+            return None
+        return self._directory / f"{name.replace('/', '_')}.{secrets.token_hex(4)}.region"
 
     def find(self, name: str) -> Region | None:
         return self._regions.get(name)
 
     def describe(self, name: str) -> RegionDescriptor:
         """The region at its present generation, with checksums; raises `RegionUnknown` or `StaleGeneration`."""
+        region = self._registered(name, has_rows=False)
+        return self._descriptor(region, region.describe_buffers())
+
+    def describe_rows(self, name: str) -> RegionDescriptor:
+        """The pool `name` as it is registered now, without checksums; raises `RegionUnknown`.
+
+        `generation` counts the registrations of this name (and `Region.rewriting`, for an owner that invalidates every
+        row at once): a descriptor from before a release is refused, never read.
+        """
+        region = self._registered(name, has_rows=True)
+        return self._descriptor(region, region.describe_layout())
+
+    def _registered(self, name: str, has_rows: bool) -> Region:
         region = self._regions.get(name)
         if region is None:
             raise RegionUnknown(f"no region {name!r} is registered here; registered: {sorted(self._regions)}")
-        buffers = region.describe_buffers()
+        if region.has_rows != has_rows:
+            use = "register_rows and describe_rows" if region.has_rows else "register and describe"
+            raise LayoutMismatch(f"region {name!r} is for {use}")
+        return region
+
+    def _descriptor(self, region: Region, buffers: tuple[BufferInfo, ...]) -> RegionDescriptor:
         path = None if region.path is None else str(region.path)
         nixl = None if self._nixl is None else self._nixl.export(region)
         return RegionDescriptor(
-            name, self._config.owner, region.generation, region.token, self._host, path, self._address(), buffers, nixl
-        )
+            region.name, self._config.owner, region.generation, region.token, self._host, path, self._address(),
+            buffers, nixl,
+        )  # fmt: skip
 
     def release(self, name: str) -> None:
         """Stop serving `name`; unknown names are ignored."""
@@ -133,13 +174,39 @@ class Transfer:
         """
         wanted = [b.name for b in descriptor.buffers] if names is None else list(names)
         target = {n: _destination(descriptor, n, into) for n in wanted}
+        reader = self._reader_of(descriptor)
+        await reader.read(descriptor, target, asyncio.get_running_loop().time() + timeout_s)
+        await asyncio.to_thread(_verify, descriptor, target)
+        return target
+
+    async def read_rows(
+        self,
+        descriptor: RegionDescriptor,
+        rows: np.ndarray,
+        checksums: Sequence[bytes],
+        into: np.ndarray,
+        into_rows: np.ndarray,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Fill `into[into_rows[i]]` with row `rows[i]` of a pool described by `describe_rows`, and verify it.
+
+        rows, into_rows: int64 [R], R <= `MAX_ROWS`. checksums: R `row_checksum`s. into: [P, *row_shape], C-contiguous,
+        of the pool's dtype; its other rows are not touched. On any error, and on cancellation, the contents of
+        `into_rows` are undefined, and nothing writes into them once this has ended. Raises `ChecksumMismatch` naming the
+        row, `DeadlineExceeded`, `RegionUnknown` or `StaleGeneration` (not this registration any more), `LayoutMismatch`,
+        `BackendUnavailable`.
+        """
+        wanted = RowRead.checked(descriptor, rows, checksums, into, into_rows)
+        reader = self._reader_of(descriptor)
+        await reader.read_rows(wanted, asyncio.get_running_loop().time() + timeout_s)
+
+    def _reader_of(self, descriptor: RegionDescriptor) -> Reader:
         reader = next((r for r in self._readers if r.reaches(descriptor)), None)
         if reader is None:
             tried = [r.name for r in self._readers]
             raise BackendUnavailable(f"region {descriptor.region!r} of {descriptor.owner!r} is out of reach of {tried}")
-        await reader.read(descriptor, target, asyncio.get_running_loop().time() + timeout_s)
-        await asyncio.to_thread(_verify, descriptor, target)
-        return target
+        return reader
 
     def close(self) -> None:
         """Release every region and stop serving. Idempotent."""

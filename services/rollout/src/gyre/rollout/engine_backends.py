@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from gyre.rollout.engines.choose import Choice, Found, agree, decide
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
 from gyre.rollout.engines.server_process import ServerPlace
 from gyre.rollout.engines.weights import NoWeights, PulledWeights, WeightsLoader
-from gyre.runtime.config import RunConfig, one_logprob_problem
+from gyre.runtime.config import RunConfig
+from gyre.runtime.engines import unsuited
 
 if TYPE_CHECKING:
     from gyre.policy.config import PolicyConfig
@@ -89,9 +89,8 @@ def choose(site: Site) -> Choice:
 
 def look(backend: str, site: Site) -> Found:
     """What there is of a backend, without starting it."""
-    unsuited = one_logprob_problem(site.config.sampling)
-    if unsuited:
-        return Found(True, problem=unsuited)
+    if problem := unsuited(site.config):
+        return Found(True, problem=problem)
     return FINDERS[backend](site)
 
 
@@ -118,25 +117,9 @@ def build_scripted(site: Site) -> Engine:
 
 
 def build_torch(site: Site) -> Engine:
-    import torch
-    from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
-    from gyre.rollout.torch_engine.scheduler import SchedulerConfig
+    from gyre.rollout.torch_engine.build import torch_engine
 
-    # two threads beside another busy process of the same cores are many times slower than one (barriers spin)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    (policy, longest), settings = policy_of(site), site.config.engine
-    budget = max(settings.token_budget, settings.max_running)
-    scheduler = SchedulerConfig(
-        kv_tokens=settings.kv_tokens,
-        max_position=longest,
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
-        max_batch_tokens=budget,
-        chunk_tokens=max(1, budget // 4),
-    )
-    pace_s = settings.min_interval_ms / 1000
-    dtype = getattr(torch, site.config.policy.dtype)
-    return TorchEngine(policy, TorchEngineConfig(scheduler, dtype, torch.device(site.device), pace_s))
+    return torch_engine(site.config, site.config_dir, site.transfer)
 
 
 def build_tensorrt_llm(site: Site) -> Engine:

@@ -18,7 +18,7 @@ from gyre.rollout.engines.server_process import ServerPlace, reachable_host
 from gyre.runtime import rpc
 from gyre.runtime.devices import DeviceLock
 from gyre.runtime.process import Process
-from gyre.transfer import Transfer, TransferConfig, backends_of
+from gyre.transfer import Address, Transfer, TransferConfig, backends_of
 
 
 async def serve_engine(process: Process) -> None:
@@ -26,7 +26,7 @@ async def serve_engine(process: Process) -> None:
     cell = process.index
     if cell is None or not 0 <= cell < len(process.deployment.engines):
         raise ConfigError(f"cell = {cell}: the deployment has engines 0..{len(process.deployment.engines) - 1}")
-    with Transfer(TransferConfig(process.name, backends=backends_of(process.deployment.transfer))) as transfer:
+    with Transfer(_transfer_config(process, cell)) as transfer:
         built = build(_site(process, transfer, cell))
         engine = built.engine
         held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), built.loader)
@@ -49,6 +49,15 @@ def _site(process: Process, transfer: Transfer, cell: int) -> Site:
     log = Path(deployment.log_dir) / f"{process.name}.server.log"
     place = ServerPlace(host, log, Path(deployment.cells_dir) / str(cell) / "server")
     return Site(process.config, process.config_dir, transfer, place, Path(deployment.cells_dir))
+
+
+def _transfer_config(process: Process, cell: int) -> TransferConfig:
+    """An engine serves its KV to the others, by files beside the cells' locks or over any port of its host."""
+    deployment = process.deployment
+    endpoint = deployment.engines[cell]
+    listen, advertised = (address.rpartition(":")[0].strip("[]") for address in (endpoint.listen, endpoint.address))
+    directory = Path(deployment.cells_dir) / "transfer"
+    return TransferConfig(process.name, directory, Address(listen, 0), advertised, backends_of(deployment.transfer))
 
 
 async def _first_of(*events: asyncio.Event) -> None:

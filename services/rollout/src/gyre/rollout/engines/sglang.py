@@ -8,6 +8,7 @@ It has never been run here, only against a fake that copies its routes, fields a
   when it comes, it does not flush, and the flush is asked for by itself;
 - a load format of nothing means that of the server's start, `dummy`: it is named in every update;
 - `ignore_eos` would ignore our stop tokens too: it stays off, and where the model's own end is not ours we go on;
+- where it computed no number it answers a stop token of ours, and says so only in `matched`: an error;
 - releasing memory while anything is in flight kills the scheduler: pause, flush, and only then release.
 """
 
@@ -34,19 +35,23 @@ _FLUSH_TRIES = 25
 
 @dataclass(frozen=True)
 class SgLangSettings:
-    """`start_s`, `change_s` and `call_s` are deadlines: of the start, of a change of weights or memory, of a small call."""
+    """`start_s`, `change_s` and `call_s` are deadlines: of the start, of a change of weights or memory, of a small call.
+
+    `sleeps`: whether the server was started with a memory saver, so that memory can be released.
+    """
 
     start_s: float = 900.0
     change_s: float = 300.0
     call_s: float = 30.0
     poll_s: float = 0.2
+    sleeps: bool = True
 
 
 class SgLangHost:
     """`gyre.rollout.engines.host.Host`. Cannot move a request (its roles are fixed by process): it is replayed."""
 
     def __init__(self, server: Server, settings: SgLangSettings) -> None:
-        self.capabilities = Capabilities("replay")
+        self.capabilities = Capabilities("replay", sleeps=settings.sleeps)
         self.failed = asyncio.Event()
         self._server = server
         self._settings = settings
@@ -120,7 +125,7 @@ class SgLangHost:
 
     async def fingerprint(self) -> str:
         """See `Host.fingerprint`: the version it says it serves. What it computes with them, the golden check tells."""
-        return str((await self._get("/model_info")).get("weight_version", ""))
+        return str((await self._info("model_info")).get("weight_version", ""))
 
     async def reset_cache(self) -> None:
         """See `Host.reset_cache`. A flush is refused while a request is in flight, which an ended one may be for a turn."""
@@ -132,14 +137,18 @@ class SgLangHost:
 
     async def release(self) -> int:
         """See `Host.release`."""
-        held = (await self._get("/server_info")).get("memory_usage") or {}
+        if not self._settings.sleeps:
+            return 0
+        held = (await self._info("server_info")).get("memory_usage") or {}
         self._era += 1
         await self._post("/release_memory_occupation", {}, self._settings.change_s)
         gigabytes = sum(float(held.get(part, 0.0)) for part in ("weight", "kvcache", "graph"))
         return int(gigabytes * 2**30)
 
     async def restore(self) -> bool:
-        """See `Host.restore`. Weights were dropped, so they are never what they were."""
+        """See `Host.restore`. Weights that were dropped are not what they were."""
+        if not self._settings.sleeps:
+            return True
         await self._post("/resume_memory_occupation", {}, self._settings.change_s)
         return False
 
@@ -205,12 +214,15 @@ class SgLangHost:
             raise HostError(f"SGLang: {route}: {type(error).__name__}: {error}") from error
         return _content(route, answer)
 
-    async def _get(self, route: str) -> dict[str, Any]:
+    async def _info(self, what: str) -> dict[str, Any]:
+        """`/model_info` or `/server_info`; older servers put `get_` before both."""
         try:
-            answer = await self._client.get(route)
+            answer = await self._client.get(f"/{what}")
+            if answer.status_code == 404:
+                answer = await self._client.get(f"/get_{what}")
         except httpx.HTTPError as error:
-            raise HostError(f"SGLang: {route}: {type(error).__name__}: {error}") from error
-        return _content(route, answer)
+            raise HostError(f"SGLang: /{what}: {type(error).__name__}: {error}") from error
+        return _content(f"/{what}", answer)
 
     async def _until_it_dies(self) -> None:
         await self._server.died.wait()
@@ -264,14 +276,16 @@ def parts_of(chunk: dict[str, Any], seen: int) -> tuple[Piece, Ended | None]:
     entries = entries[len(entries) - num_new :]
     if not problem and [entry[1] for entry in entries] != ids:
         problem, ids, entries = f"logprobs are of other tokens than {ids[:8]}", [], []
-    piece = Piece(ids, [float(entry[0]) for entry in entries])
-    if problem:
-        return piece, Ended("error", f"SGLang: {problem}")
-    return piece, None if finish is None else _ended(finish, int(info.get("cached_tokens") or 0))
+    ended = None if finish is None else _ended(finish, int(info.get("cached_tokens") or 0))
+    if problem or (ended is not None and ended.reason == "error"):
+        return Piece([], []), Ended("error", f"SGLang: {problem}") if problem else ended
+    return Piece(ids, [float(entry[0]) for entry in entries]), ended
 
 
 def _ended(finish: dict[str, Any], num_reused: int) -> Ended:
     kind = finish.get("type")
+    if isinstance(finish.get("matched"), str):  # we send no stop strings: "NaN happened", and the token is made up
+        return Ended("error", f"SGLang: {finish}")
     if kind in ("stop", "length"):
         return Ended(kind, num_reused=num_reused)
     if kind == "abort" and finish.get("status_code") in (None, 200):

@@ -40,7 +40,9 @@ def sglang_engine(
         arguments = server_command(str(python), str(checkpoint), place.host, port, dtype, longest, config, tensor_parallel)
         command = ServerCommand(tuple(arguments), ENVIRONMENT, place.log, place.home)
         server = LaunchedServer(f"http://{place.host}:{port}", command)
-    host = SgLangHost(server, SgLangSettings(start_s=config.server.start_timeout_s))
+    # of a server that runs already nothing is known, so its memory stays
+    settings = SgLangSettings(start_s=config.server.start_timeout_s, sleeps=not config.server.url)
+    host = SgLangHost(server, settings)
     staged = StagedWeights(place.home / "staged", policy, checkpoint, getattr(torch, dtype))
     place.home.mkdir(parents=True, exist_ok=True)
     return HostedEngine(host, policy, staged, HostedConfig(longest, config.kv_tokens, config.max_running, config.max_waiting))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
+# where no release says itself what can be put to sleep
+_MEMORY_TAGS = ("sampler", "drafter", "guided_decoder", "spec_resource_manager", "model_extra", "executor_extra", "model")
 NEEDED_CALLS = ("generate_async", "setup_async", "release", "resume", "collective_rpc")
 
 
@@ -127,8 +129,9 @@ def engine_arguments(package: ModuleType | Any, surface: Surface, settings: Tens
 
 def memory_tags(package: ModuleType | Any) -> tuple[list[str], list[str]]:
     """What to release and resume: everything else first, the KV cache last."""
-    kinds = getattr(getattr(package.llmapi, "llm_args", None), "ExecutorMemoryType", None)
+    places = (getattr(package.llmapi, "llm_args", None), getattr(getattr(package, "_torch", None), "virtual_memory", None))
+    kinds = next((place.ExecutorMemoryType for place in places if hasattr(place, "ExecutorMemoryType")), None)
     if kinds is None:
-        return ["model"], ["kv_cache"]
+        return list(_MEMORY_TAGS), ["kv_cache"]
     weights = [kind.value for kind in kinds if kind is not kinds.KV_CACHE and not kind.value.startswith("_")]
     return weights, [kinds.KV_CACHE.value]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from gyre.contracts.errors import EngineError
-from gyre.policy.checkpoint import state_digest
 from gyre.policy.config import PolicyConfig
-from gyre.policy.decoder import Decoder
+from gyre.policy.model import PolicyModel
 from gyre.rollout.engines.base import (
     AdmissionClosed,
     EventStream,
@@ -25,13 +25,18 @@ from gyre.rollout.engines.base import (
     InvalidRequest,
     LoadReport,
     ProbeResult,
-    WeightsMismatch,
 )
 from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
+from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
+from gyre.rollout.torch_engine.moves import StagedMover
+from gyre.rollout.torch_engine.policies import GyrePolicy, Policy, Weights, live_digest, prepare, to_device
 from gyre.rollout.torch_engine.probe import predictions_agree
-from gyre.rollout.torch_engine.runner import PagedKV, Runner
+from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
-from gyre.rollout.torch_engine.scheduler import Batch, Scheduler, SchedulerConfig
+from gyre.rollout.torch_engine.scheduler import Scheduler, SchedulerConfig
+from gyre.rollout.torch_engine.sequence import Batch
+from gyre.rollout.torch_engine.shipping import InPlace, Staged
+from gyre.rollout.torch_engine.tiles import TiledRunner
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +51,8 @@ class TorchEngineConfig:
     `min_interval_s` is the shortest time between the starts of two iterations. A tiny model is through with a few
     sequences before the next ones arrive, and an iteration costs it much the same with one sequence as with many: the
     wait lets a batch gather and the gRPC server have its turns. Models that take longer anyway are not slowed.
-    From `thread_from_parameters` parameters on the model runs in a thread of its own.
+    From `thread_from_parameters` parameters on the model runs in a thread of its own. `staging_blocks` of host memory carry
+    what moves to and from a device; on a CPU blocks are read where they are. `is_deterministic`: see `torch_engine/tiles.py`.
     """
 
     scheduler: SchedulerConfig
@@ -54,47 +60,52 @@ class TorchEngineConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     min_interval_s: float = 0.004
     thread_from_parameters: int = 4_000_000
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """What is loaded. `checksum` is the announced one, `live_digest` that of the parameters as they are used."""
-
-    version: int
-    checksum: str
-    live_digest: str
+    staging_blocks: int = 1024
+    is_deterministic: bool = False
 
 
 class TorchEngine:
     """`gyre.rollout.engines.base.Engine` on plain PyTorch. Starts without weights and with admission closed."""
 
-    capabilities = Capabilities()
-    mover: Mover | None = None
+    mover: Mover | None
 
-    def __init__(self, policy: PolicyConfig, config: TorchEngineConfig) -> None:
+    def __init__(
+        self, policy: PolicyConfig | Policy, config: TorchEngineConfig, transfer: RowTransfer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """A `PolicyConfig` is run by this project's decoder. Without a `transfer` that serves memory requests move by
+        their tokens alone. `clock` (s) is for leases."""
         self.failed = asyncio.Event()
-        self._policy = policy
+        self._policy = GyrePolicy(policy) if isinstance(policy, PolicyConfig) else policy
         self._config = config
         self._scheduler = Scheduler(config.scheduler)
         self._runner: Runner | None = None
-        self._offloaded: Decoder | None = None
-        self._weights = _Weights(-1, "", "")
+        self._offloaded: PolicyModel | None = None
+        self._weights = Weights(-1, "", "")
         self._admitting = self._verified = self._asleep = False
         self._failure: str | None = None
         self._boundary = asyncio.Lock()  # held while the model runs: whoever takes it stands between two tokens
         self._work = asyncio.Event()
         self._thread: ThreadPoolExecutor | None = None
         self._driver: asyncio.Task[None] | None = None
+        self._transfer = transfer
+        layout = layout_of(self._policy.shape, config.dtype, config.scheduler.block_size, config.is_deterministic)
+        self._mover = StagedMover(self._scheduler, layout, self._boundary, clock, lambda: self._admitting)
+        self.mover = None if transfer is None else self._mover
+        self.capabilities = Capabilities() if transfer is None else Capabilities("staged", layout)
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """See `Engine.submit`."""
-        if not self._admitting:
+        holding = self._mover.find(request) if request.ticket else None
+        if not self._admitting and (holding is None or not self._verified):
             raise AdmissionClosed(f"admission is closed: {self._why_closed()}")
         ids = request.prompt_ids
-        if int(ids.min()) < 0 or int(ids.max()) >= self._policy.vocab_size:
-            raise InvalidRequest(f"prompt_ids: every id must be in 0..{self._policy.vocab_size - 1}")
+        if int(ids.min()) < 0 or int(ids.max()) >= self._policy.shape.vocab_size:
+            raise InvalidRequest(f"prompt_ids: every id must be in 0..{self._policy.shape.vocab_size - 1}")
         stream = EventStream()
-        self._scheduler.add(request, stream)
+        self._scheduler.add(request, stream, None if holding is None else holding.chain)
+        if holding is not None:
+            self._mover.adopted(request)
         if self._driver is None:
             self._driver = asyncio.get_running_loop().create_task(self._drive(), name="torch-engine")
             self._driver.add_done_callback(self._driver_ended)
@@ -117,15 +128,19 @@ class TorchEngine:
 
     async def load_weights(self, version: int, checksum: str, state: Mapping[str, torch.Tensor]) -> None:
         """See `Engine.load_weights`."""
-        decoder, weights = await asyncio.to_thread(self._prepare, version, checksum, state)
+        config = self._config
+        model, weights = await asyncio.to_thread(
+            prepare, self._policy, version, checksum, state, config.dtype, config.device
+        )
         async with self._boundary:
             if self._asleep:
                 raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
             cache = self._new_cache() if self._runner is None else self._runner.cache
-            self._runner = Runner(decoder, cache)
+            self._runner = self._make_runner(model, cache)
             self._weights = weights
             self._verified = False
-            self._scheduler.swap(version)
+            self._mover.void()
+            self._scheduler.swap(version, self._config.scheduler.keeps)
 
     async def export_ticket(self, request_id: str) -> bytes:
         """See `Engine.export_ticket`."""
@@ -142,6 +157,7 @@ class TorchEngine:
                 return 0
             self._asleep, self._verified = True, False
             self._end_all(Finish("abort", "the engine sleeps"))
+            self._mover.void()
             self._scheduler.swap(self._weights.version)
             return self._offload()
 
@@ -152,7 +168,8 @@ class TorchEngine:
                 return
             self._asleep = False
             if self._offloaded is not None:
-                self._runner = Runner(self._offloaded.to(self._config.device), self._new_cache())
+                to_device(self._offloaded, self._config.device)
+                self._runner = self._make_runner(self._offloaded, self._new_cache())
                 self._offloaded = None
 
     async def probe(self) -> ProbeResult:
@@ -161,7 +178,7 @@ class TorchEngine:
             weights, runner = self._weights, self._runner
             if runner is None or self._asleep:
                 return ProbeResult(weights.version, weights.checksum, False, "no weights on the device")
-            detail = await asyncio.to_thread(_check, runner, weights.live_digest, self._config.scheduler.block_size)
+            detail = await asyncio.to_thread(_check, runner, weights.live_digest, self._policy.max_position)
             self._verified = detail == ""
             if not self._verified:
                 self._admitting = False
@@ -169,6 +186,7 @@ class TorchEngine:
 
     def load_report(self) -> LoadReport:
         """See `Engine.load_report`."""
+        self._mover.sweep()
         scheduler = self._scheduler
         size = self._config.scheduler.block_size
         return LoadReport(
@@ -183,12 +201,14 @@ class TorchEngine:
             num_tokens_prefilled=scheduler.num_prefilled,
             num_tokens_reused=scheduler.num_reused,
             num_preempted=scheduler.num_preempted,
+            num_held=self._mover.num_held,
         )
 
     async def close(self) -> None:
         """See `Engine.close`."""
         self._admitting = False
         self._end_all(Finish("abort", "the engine is closing"))
+        self._mover.void()
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
@@ -208,6 +228,7 @@ class TorchEngine:
             await self._work.wait()
 
     async def _iterate(self) -> None:
+        self._mover.sweep()
         batch = self._scheduler.schedule()
         if batch is None:
             return
@@ -224,35 +245,33 @@ class TorchEngine:
         logits_RV = self._runner.run(batch, self._scheduler.slots)
         return sample(logits_RV, rows) if batch.yields else Sampled([], [], [])
 
-    def _prepare(
-        self, version: int, checksum: str, state: Mapping[str, torch.Tensor]
-    ) -> tuple[Decoder, _Weights]:
-        """Verifies what arrived and builds a second decoder; the one in use is not touched."""
-        found = state_digest(state)
-        if found != checksum:
-            raise WeightsMismatch(f"checksum: weights {version} digest to {found}, announced was {checksum}")
-        try:
-            decoder = Decoder.from_state(self._policy, state)
-        except ValueError as error:
-            raise WeightsMismatch(f"weights {version}: {error}") from error
-        decoder = decoder.requires_grad_(False).to(device=self._config.device, dtype=self._config.dtype)
-        return decoder, _Weights(version, checksum, state_digest(decoder.state_dict()))
+    def _make_runner(self, model: PolicyModel, cache: PagedKV) -> Runner:
+        return TiledRunner(model, cache) if self._config.is_deterministic else Runner(model, cache)
 
     def _new_cache(self) -> PagedKV:
         config = self._config
-        if self._thread is None and _num_parameters(self._policy) >= config.thread_from_parameters:
+        if self._thread is None and self._policy.num_parameters >= config.thread_from_parameters:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-model")
-        pool = self._scheduler.pool
-        return PagedKV(self._policy, pool.num_blocks, pool.block_size, config.dtype, config.device)
+        pool, transfer = self._scheduler.pool, self._transfer
+        cache = PagedKV(self._policy.shape, pool.num_blocks, pool.block_size, config.dtype, config.device, transfer)
+        if transfer is not None:
+            in_place = cache.rows is not None
+            rows = min(config.staging_blocks, pool.num_blocks)
+            self._mover.shipping = InPlace(cache, pool, transfer) if in_place else Staged(cache, transfer, rows)
+        return cache
 
     def _offload(self) -> int:
         if self._runner is None:
             return 0
+        if self._mover.shipping is not None:
+            self._mover.shipping.close()
+            self._mover.shipping = None
         freed = self._runner.cache.num_bytes
         on_device = self._config.device.type != "cpu"
         if on_device:
-            freed += sum(p.numel() * p.element_size() for p in self._runner.decoder.parameters())
-        self._offloaded, self._runner = self._runner.decoder.to("cpu"), None
+            freed += sum(p.numel() * p.element_size() for p in self._runner.model.parameters())
+        self._offloaded, self._runner = self._runner.model, None
+        to_device(self._offloaded, torch.device("cpu"))
         if on_device:
             torch.cuda.empty_cache()
         return freed
@@ -269,6 +288,7 @@ class TorchEngine:
             log.error("the engine failed", exc_info=error)
             self._admitting = self._verified = False
             self._end_all(Finish("error", self._failure))
+            self._mover.void()
             self.failed.set()
 
     def _why_closed(self) -> str:
@@ -293,14 +313,9 @@ async def _give_way(loop: asyncio.AbstractEventLoop, due: float) -> None:
             return
 
 
-def _num_parameters(policy: PolicyConfig) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(policy).parameters())
-
-
-def _check(runner: Runner, live_digest: str, block_size: int) -> str:
+def _check(runner: Runner, wanted: str, max_position: int) -> str:
     """What is wrong with the live weights; empty if nothing is."""
-    found = state_digest(runner.decoder.state_dict())
-    if found != live_digest:
-        return f"live weights digest to {found}, loaded were {live_digest}"
-    return predictions_agree(runner.decoder, block_size)
+    found = live_digest(runner.model)
+    if found != wanted:
+        return f"live weights digest to {found}, loaded were {wanted}"
+    return predictions_agree(runner, max_position)

@@ -4,18 +4,38 @@ A full block of computed tokens is *filed* under (the block before it, its exact
 filed under its root, (weights version, namespace). So a prefix is found again only by exact ids, under the weights it
 was computed with, within its namespace, and hashes cannot collide because keys hold the ids themselves.
 A filed block that nobody uses stays until its memory is wanted, longest unused first and tails before heads.
+A namespace that keeps its blocks when the weights change (carry = "keep") has one root, (KEPT, namespace); then `versions`
+say what was computed under which weights.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+
+KEPT = -2
 
 Root = tuple[int, str]
 Tip = Root | int  # what the next block of a chain is filed under: the root, or the serial of the block before
 Key = tuple[Tip, bytes]
+
+
+@dataclass(slots=True)
+class Chain:
+    """Blocks, one reference each, that hold KV of the first `num_computed` tokens of a sequence.
+
+    The first `num_filed` blocks are filed, up to `tip`. Blocks behind the computed ones are room. `kv_version` is the oldest
+    weights version that anything in them was computed under, -1 if nothing is.
+    """
+
+    tip: Tip
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_filed: int = 0
+    kv_version: int = -1
 
 
 class BlockPool:
@@ -31,11 +51,27 @@ class BlockPool:
         self._index: dict[Key, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._next_serial = 1
+        self.versions = np.full(num_blocks, -1, dtype=np.int64)
+        """The oldest weights version that anything in a block was computed under."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that are filed and in nobody's use."""
+        return len(self._idle)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now, filed but unused ones included."""
         return len(self._free) + len(self._idle)
+
+    def serial(self, block: int) -> int | None:
+        """Names what a filed block holds; None for one that is not filed."""
+        return None if self._keys[block] is None else self._serials[block]
 
     def match(self, root: Root, ids: np.ndarray) -> tuple[list[int], Tip]:
         """Takes a reference on the longest filed prefix of `ids` (int32 [T]); returns its blocks in order and its tip.
@@ -55,8 +91,8 @@ class BlockPool:
             tip = self._serials[block]
         return blocks, tip
 
-    def allocate(self) -> int | None:
-        """An empty block with one reference, or None if every block is in use."""
+    def allocate(self, version: int = -1) -> int | None:
+        """An empty block with one reference, for what is computed under `version`; None if every block is in use."""
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -65,7 +101,13 @@ class BlockPool:
         else:
             return None
         self._refs[block] = 1
+        self.versions[block] = version
         return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Takes one more reference on each of these blocks, which must have one."""
+        for block in blocks:
+            self._refs[block] += 1
 
     def file(self, tip: Tip, blocks: Sequence[int], ids: np.ndarray) -> Tip:
         """Files further full blocks of a sequence after `tip`; `ids` are exactly their tokens. Returns the new tip.
@@ -94,13 +136,21 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
-    def forget(self) -> None:
-        """Empties the prefix index (the weights changed). Blocks in use stay with their sequences."""
-        for block in self._idle:
-            self._free.append(block)
-        self._idle.clear()
-        self._index.clear()
-        self._keys = [None] * self.num_blocks
+    def forget(self, is_over: Callable[[Root], bool]) -> None:
+        """Takes everything below the roots that are over out of the prefix index (the weights changed).
+
+        Blocks in use stay with their sequences. One pass: a block is filed after the one before it.
+        """
+        alive: set[Tip] = set()
+        for key, block in list(self._index.items()):
+            tip = key[0]
+            if tip in alive or (isinstance(tip, tuple) and not is_over(tip)):
+                alive.add(self._serials[block])
+                continue
+            self._unfile(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
 
     def _unfile(self, block: int) -> None:
         key = self._keys[block]

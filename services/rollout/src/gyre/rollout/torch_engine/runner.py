@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gyre.policy.config import PolicyConfig
-from gyre.policy.decoder import Decoder
-from gyre.rollout.torch_engine.scheduler import Batch, Slots
+from gyre.policy.model import PolicyModel
+from gyre.rollout.torch_engine.kv import PagedKV
+from gyre.rollout.torch_engine.sequence import Batch, Slots
 
 _MIN_KEYS = 256  # rows whose contexts are all below this are never split into several attention calls
 
@@ -23,7 +23,8 @@ class _Group:
     """Rows that attend in one call because their query counts and contexts are alike.
 
     `queries_BN` index the packed tokens (None: row b's only query is token b), `kept_P` are the places in the flattened
-    result that are real, `tokens_P` the packed tokens they belong to. `mask` is additive, [B, 1, N, S].
+    result that are real, `tokens_P` the packed tokens they belong to. `mask` is additive, [B, 1, N, S]. `blocks_M` are as
+    `PagedKV.gather` takes them.
     """
 
     blocks_M: torch.Tensor
@@ -33,50 +34,16 @@ class _Group:
     tokens_P: torch.Tensor | None
 
 
-class PagedKV:
-    """Keys and values of all layers: one tensor per layer, [num_blocks, block_size, 2, K, D]."""
-
-    def __init__(
-        self, config: PolicyConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
-        # zeros, not empty: a masked key has weight 0, and 0 * NaN would spoil the row
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.block_size = block_size
-        self._scratch = torch.empty(0, dtype=dtype, device=device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return sum(t.numel() * t.element_size() for t in (*self.layers, self._scratch))
-
-    def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
-        """Stores the keys and values of T tokens at their places (block * block_size + offset)."""
-        self.layers[layer].flatten(0, 1).index_copy_(0, slots_T, torch.stack((k_TKD, v_TKD), dim=1))
-
-    def gather(self, layer: int, blocks_M: torch.Tensor) -> torch.Tensor:
-        """Blocks M of a layer as one tensor [M, block_size, 2, K, D], in memory that the next call reuses.
-
-        Fresh memory for every call costs more than the copy itself on a CPU (page faults).
-        """
-        source = self.layers[layer]
-        size = blocks_M.shape[0] * source[0].numel()
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=source.dtype, device=source.device)
-        out = self._scratch[:size].view(blocks_M.shape[0], *source.shape[1:])
-        return torch.index_select(source, 0, blocks_M, out=out)
-
-
 class PagedAttention:
     """Attention of one batch: writes the new keys and values, then attends group by group."""
 
-    def __init__(self, cache: PagedKV, slots_T: torch.Tensor, groups: list[_Group]) -> None:
+    def __init__(self, cache: PagedKV, places_T: torch.Tensor, groups: list[_Group]) -> None:
         self._cache = cache
-        self._slots_T = slots_T
+        self._places_T = places_T
         self._groups = groups
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        self._cache.write(layer, self._slots_T, k_TKD, v_TKD)
+        self._cache.write(layer, self._places_T, k_TKD, v_TKD)
         if len(self._groups) == 1 and self._groups[0].queries_BN is None:
             return self._attend(self._groups[0], layer, q_THD.unsqueeze(1)).squeeze(1)
         out_THD = torch.empty_like(q_THD)
@@ -102,13 +69,12 @@ class PagedAttention:
 
 
 class Runner:
-    """Decoder and cache on one device. `run` is the only thing that touches the model."""
+    """Model and cache on one device. `run` is the only thing that touches the model."""
 
-    def __init__(self, decoder: Decoder, cache: PagedKV) -> None:
-        self.decoder = decoder
+    def __init__(self, model: PolicyModel, cache: PagedKV) -> None:
+        self.model = model
         self.cache = cache
-        self._device = decoder.model.norm.weight.device
-        self._dtype = decoder.model.norm.weight.dtype
+        self._device, self._dtype = cache.pool.device, cache.pool.dtype
 
     @torch.inference_mode()
     def run(self, batch: Batch, slots: Slots) -> torch.Tensor:
@@ -117,17 +83,17 @@ class Runner:
         starts_B = np.array(batch.starts)
         table_BM = slots.table[batch.slots]
         ends_B = counts_B.cumsum()
-        ids_T = _packed_ids(batch)
+        ids_T = _packed_ids(batch, slots)
         positions_T = np.arange(ends_B[-1]) + np.repeat(starts_B - (ends_B - counts_B), counts_B)
         size = self.cache.block_size
         rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
-        slots_T = table_BM[rows_T, positions_T // size] * size + positions_T % size
-        attention = PagedAttention(self.cache, self._tensor(slots_T), self._groups(counts_B, starts_B, table_BM))
-        hidden_TE = self.decoder(self._tensor(ids_T), self._tensor(positions_T), attention)
+        places_T = self.cache.places(table_BM[rows_T, positions_T // size], positions_T % size)
+        attention = PagedAttention(self.cache, self._tensor(places_T), self._groups(counts_B, starts_B, table_BM))
+        hidden_TE = self.model(self._tensor(ids_T), self._tensor(positions_T), attention)
         last_R = ends_B[batch.yields] - 1
         if len(last_R) < len(ids_T):
             hidden_TE = hidden_TE.index_select(0, self._tensor(last_R))
-        return self.decoder.logits(hidden_TE)
+        return self.model.logits(hidden_TE)
 
     def _groups(self, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray) -> list[_Group]:
         """Rows of like shape together: decodes apart from prefills, long contexts apart from short ones."""
@@ -147,7 +113,7 @@ class Runner:
         counts, starts = counts_B[rows], starts_B[rows]
         num_queries = int(counts.max())
         num_blocks = -(-int((counts + starts).max()) // self.cache.block_size)
-        blocks_M = self._tensor(table_BM[rows, :num_blocks].reshape(-1))
+        blocks_M = self._tensor(table_BM[rows, :num_blocks].reshape(-1) * self.cache.num_layers)
         steps_N = np.minimum(np.arange(num_queries)[None], counts[:, None] - 1)  # padding repeats the last query
         keys_S = np.arange(num_blocks * self.cache.block_size)
         hidden_BNS = keys_S > (starts[:, None] + steps_N)[:, :, None]
@@ -166,10 +132,11 @@ class Runner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _packed_ids(batch: Batch) -> np.ndarray:
+def _packed_ids(batch: Batch, slots: Slots) -> np.ndarray:
+    """Int64 [T]. A row that computes its last known token alone is a decode, and those are read without Python."""
+    if len(batch.rows) == len(batch.yields) == sum(batch.counts):
+        return slots.last_ids[batch.slots]
     rows = zip(batch.rows, batch.starts, batch.counts, strict=True)
-    if len(batch.rows) == sum(batch.counts):
-        return np.array([s.ids[start] for s, start, _ in rows], dtype=np.int64)
     return np.concatenate([s.ids[start : start + count] for s, start, count in rows]).astype(np.int64)
 
 

@@ -4,17 +4,24 @@ A sequence knows some tokens (its prompt, then what was sampled) and has compute
 iteration spends a token budget on known minus computed tokens, decodes first. That is chunked prefill, decode, the
 rebuild after a weights swap and the recompute after a preemption, all at once. A sequence whose known tokens are all
 computed yields its next one.
+
+A request that arrives with KV of its own (it was moved here) waits with its blocks in hand, before the others. When
+nothing else is left, such blocks are given up before a running sequence is preempted.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 from gyre.rollout.engines.base import EngineBusy, EventStream, Finish, GenerateRequest, InvalidRequest, TokenEvent
-from gyre.rollout.torch_engine.cache import BlockPool, Tip
+from gyre.rollout.torch_engine.cache import KEPT, BlockPool, Chain, Root
+from gyre.rollout.torch_engine.recent import RecentPrefixes
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows
+from gyre.rollout.torch_engine.sequence import Batch, Sequence, Slots
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,8 @@ class SchedulerConfig:
     """Bounds of one engine; all counts are tokens unless they say otherwise.
 
     `max_batch_tokens` per iteration must leave room for one token of each of `max_running` sequences. `chunk_tokens`
-    bounds what one sequence may prefill per iteration, so that it cannot hold up everyone's decode.
+    bounds what one sequence may prefill per iteration, so that it cannot hold up everyone's decode. `keeps`: blocks of a
+    namespace outlive a change of weights, else everything is computed again under the new ones.
     """
 
     kv_tokens: int
@@ -32,6 +40,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     max_batch_tokens: int = 2048
     chunk_tokens: int = 512
+    keeps: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.kv_tokens < self.block_size:
@@ -40,67 +49,6 @@ class SchedulerConfig:
             raise ValueError(f"max_running: {self.max_running} must be in 1..max_batch_tokens={self.max_batch_tokens}")
         if self.chunk_tokens < 1 or self.max_waiting < 1:
             raise ValueError(f"chunk_tokens: {self.chunk_tokens} and max_waiting: {self.max_waiting} must be positive")
-
-
-class Sequence:
-    """One request while it is in flight. `ids[:num_known]` are known, KV of the first `num_computed` is in `blocks`."""
-
-    __slots__ = (
-        "arrival", "blocks", "ids", "num_computed", "num_filed", "num_known", "num_prompt", "request", "slot", "stop",
-        "stream", "tip",
-    )  # fmt: skip
-
-    def __init__(self, request: GenerateRequest, stream: EventStream, arrival: int) -> None:
-        self.request = request
-        self.stream = stream
-        self.arrival = arrival
-        self.num_prompt = self.num_known = len(request.prompt_ids)
-        self.ids = np.zeros(self.num_prompt + request.max_tokens, dtype=np.int32)
-        self.ids[: self.num_prompt] = request.prompt_ids
-        self.stop = frozenset(request.stop_token_ids)
-        self.num_computed = 0
-        self.num_filed = 0
-        self.blocks: list[int] = []
-        self.tip: Tip = (-1, "")
-        self.slot = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One iteration's work: row b computes `counts[b]` tokens of `rows[b]` from position `starts[b]` on.
-
-    `yields` are the rows that then sample. Slots and starts are those of the moment of scheduling: a sequence may be
-    aborted while the model runs, and must then still write into its own blocks.
-    """
-
-    rows: list[Sequence] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    yields: list[int] = field(default_factory=list)
-
-
-class Slots:
-    """Per running sequence, the arrays that the model call indexes: no Python per sequence there."""
-
-    def __init__(self, num_slots: int, num_table_blocks: int) -> None:
-        self.free = list(range(num_slots - 1, -1, -1))
-        self.table = np.zeros((num_slots, num_table_blocks), dtype=np.int64)
-        self.temperatures = np.ones(num_slots)
-        self.top_ps = np.ones(num_slots)
-        self.top_ks = np.zeros(num_slots, dtype=np.int64)
-        self.seeds = np.zeros(num_slots, dtype=np.uint64)
-
-    def take(self, sequence: Sequence) -> None:
-        request = sequence.request
-        sequence.slot = slot = self.free.pop()
-        self.temperatures[slot], self.top_ps[slot] = request.temperature, request.top_p
-        self.top_ks[slot], self.seeds[slot] = request.top_k, request.seed
-        self.table[slot, : len(sequence.blocks)] = sequence.blocks
-
-    def give_back(self, sequence: Sequence) -> None:
-        self.free.append(sequence.slot)
-        sequence.slot = -1
 
 
 class Scheduler:
@@ -115,6 +63,7 @@ class Scheduler:
         self.longest = longest
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self.recent = RecentPrefixes(2 * config.kv_tokens)
         self.num_sampled = self.num_prefilled = self.num_reused = self.num_preempted = 0
         self._arrivals = 0
         self._by_id: dict[str, Sequence] = {}
@@ -129,8 +78,16 @@ class Scheduler:
         """Everything in flight."""
         return list(self._by_id.values())
 
-    def add(self, request: GenerateRequest, stream: EventStream) -> None:
-        """Queues a request.
+    def find(self, request_id: str) -> Sequence | None:
+        """The request in flight of that name."""
+        return self._by_id.get(request_id)
+
+    def root(self, namespace: str) -> Root:
+        """What the first block of a sequence is filed under."""
+        return (KEPT, namespace) if self.config.keeps and namespace else (self.version, namespace)
+
+    def add(self, request: GenerateRequest, stream: EventStream, chain: Chain | None = None) -> None:
+        """Queues a request, with the KV that it brings. Only when this returns the chain is the scheduler's.
 
         Raises:
             InvalidRequest: it is in flight already, or could never fit.
@@ -146,16 +103,17 @@ class Scheduler:
             )
         if len(self.waiting) >= self.config.max_waiting:
             raise EngineBusy(f"waiting queue full: {len(self.waiting)} requests; try another cell or later")
-        sequence = Sequence(request, stream, self._arrivals)
+        brought = chain is not None and bool(chain.blocks)
+        sequence = Sequence(request, stream, self._arrivals, chain or Chain(self.root(request.namespace)))
         self._arrivals += 1
         self._by_id[request.request_id] = sequence
-        self.waiting.append(sequence)
+        self.waiting.appendleft(sequence) if brought else self.waiting.append(sequence)
 
     def schedule(self) -> Batch | None:
         """Decides one iteration: 1. running sequences, decodes first; 2. whoever waits and fits. None if idle."""
         batch = Batch()
         budget = self.config.max_batch_tokens
-        for sequence in sorted(self.running, key=_num_pending):
+        for sequence in sorted(self.running, key=attrgetter("num_pending")):
             if sequence.slot < 0:  # preempted by an earlier one of this loop
                 continue
             budget -= self._place(sequence, budget, batch)
@@ -171,10 +129,10 @@ class Scheduler:
         for sequence, count in zip(batch.rows, batch.counts, strict=True):
             if sequence.slot < 0:
                 continue
-            sequence.num_computed += count
+            sequence.chain.num_computed += count
             if count > 1:
                 self.num_prefilled += count
-                self._file(sequence)
+                self.file(sequence.chain, sequence.ids)
         self.num_sampled += len(batch.yields)
         drawn = zip(batch.yields, sampled.token_ids, sampled.logprobs, sampled.behaviour_logprobs, strict=True)
         for row, token, logprob, behaviour in drawn:
@@ -183,14 +141,10 @@ class Scheduler:
 
     def sampling_rows(self, batch: Batch) -> SamplingRows:
         """Sampling parameters of the rows that yield, in order."""
-        slots = np.array([batch.slots[row] for row in batch.yields], dtype=np.int64)
-        return SamplingRows(
-            temperatures_R=self.slots.temperatures[slots],
-            top_ps_R=self.slots.top_ps[slots],
-            top_ks_R=self.slots.top_ks[slots],
-            seeds_R=self.slots.seeds[slots],
-            positions_R=np.array([batch.rows[row].num_known for row in batch.yields], dtype=np.int64),
-        )
+        slots_R = np.array(batch.slots, dtype=np.int64)[batch.yields]
+        slots = self.slots
+        return SamplingRows(slots.temperatures[slots_R], slots.top_ps[slots_R], slots.top_ks[slots_R], slots.seeds[slots_R],
+                            slots.num_known[slots_R])  # fmt: skip
 
     def finish(self, request_id: str, finish: Finish) -> bool:
         """Ends a request from outside (abort, error). False if it is not in flight."""
@@ -200,34 +154,81 @@ class Scheduler:
         self._retire(sequence, finish)
         return True
 
-    def swap(self, version: int) -> None:
-        """Other weights: everything computed is void, everything known stays."""
+    def detach(self, sequence: Sequence) -> Chain:
+        """Ends a request with `moved` and hands over what is computed of it; the references are the caller's now."""
+        del self._by_id[sequence.request.request_id]
+        if sequence.slot >= 0:
+            self._stop(sequence)
+        else:
+            self.waiting.remove(sequence)
+            if not sequence.chain.blocks:
+                sequence.chain = self.match(sequence.request.namespace, sequence.ids[: sequence.num_known])
+        chain = sequence.chain
+        self.trim(chain, chain.num_computed)
+        sequence.stream.push(_finish_of(sequence, Finish("moved")))
+        return chain
+
+    def match(self, namespace: str, ids: np.ndarray) -> Chain:
+        """The longest cached prefix of `ids` that leaves at least one token over."""
+        blocks, tip = self.pool.match(self.root(namespace), ids)
+        oldest = int(self.pool.versions[blocks].min()) if blocks else -1
+        return Chain(tip, blocks, len(blocks) * self.config.block_size, len(blocks), oldest)
+
+    def drop(self, chain: Chain, ids: np.ndarray, namespace: str) -> None:
+        """Gives up a chain of `ids`; what is filed of it stays findable until its memory is wanted."""
+        self.file(chain, ids)
+        self.recent.remember(namespace, ids[: chain.num_filed * self.config.block_size])
+        self.pool.release(chain.blocks)
+        chain.blocks = []
+
+    def trim(self, chain: Chain, num_tokens: int) -> None:
+        """Gives back the blocks that `num_tokens` tokens do not need."""
+        num_blocks = -(-num_tokens // self.config.block_size)
+        self.pool.release(chain.blocks[num_blocks:])
+        del chain.blocks[num_blocks:]
+
+    def file(self, chain: Chain, ids: np.ndarray) -> None:
+        """Files the full blocks of a chain of `ids` that are not filed yet."""
+        size = self.config.block_size
+        num_full = chain.num_computed // size
+        if num_full > chain.num_filed:
+            blocks: Rows[int] = chain.blocks[chain.num_filed : num_full]
+            chain.tip = self.pool.file(chain.tip, blocks, ids[chain.num_filed * size : num_full * size])
+            chain.num_filed = num_full
+
+    def swap(self, version: int, keeps: bool = False) -> None:
+        """Other weights. Everything known stays; what is computed is void, or with `keeps` that of no namespace is."""
         self.version = version
-        self.pool.forget()
-        for sequence in self.running:
-            self.pool.release(sequence.blocks)
-            sequence.blocks = []
-            sequence.num_computed = sequence.num_filed = 0
-            sequence.tip = (version, sequence.request.namespace)
+        self.pool.forget(lambda root: not (keeps and root[0] == KEPT))
+        if not keeps:
+            self.recent.clear()
+        for sequence in self._by_id.values():
+            if not (keeps and sequence.request.namespace):
+                self._void(sequence)
+                sequence.num_reused = min(sequence.num_reused, 0)
 
     def _place(self, sequence: Sequence, budget: int, batch: Batch) -> int:
         """Puts a sequence's next tokens into the batch if the budget and the pool allow. Returns how many."""
-        count = min(_num_pending(sequence), budget, self.config.chunk_tokens)
-        if count <= 0 or not self._reserve(sequence, sequence.num_computed + count, batch):
+        start = sequence.chain.num_computed
+        count = min(sequence.num_known - start, budget, self.config.chunk_tokens)
+        if count <= 0 or not self._reserve(sequence, start + count, batch):
             return 0
-        if sequence.num_computed + count == sequence.num_known:
+        if start + count == sequence.num_known:
             batch.yields.append(len(batch.rows))
         batch.rows.append(sequence)
         batch.slots.append(sequence.slot)
-        batch.starts.append(sequence.num_computed)
+        batch.starts.append(start)
         batch.counts.append(count)
         return count
 
     def _reserve(self, sequence: Sequence, num_tokens: int, batch: Batch) -> bool:
         """Blocks for `num_tokens`. When the pool is full the youngest that is not in this batch yet is preempted."""
-        while len(sequence.blocks) * self.config.block_size < num_tokens:
-            block = self.pool.allocate()
+        chain = sequence.chain
+        while len(chain.blocks) * self.config.block_size < num_tokens:
+            block = self.pool.allocate(self.version)
             if block is None:
+                if self._reclaim():
+                    continue
                 placed = set(map(id, batch.rows))
                 victim = max((s for s in self.running if id(s) not in placed), key=lambda s: s.arrival)
                 if victim is sequence and len(placed) == len(self.running) - 1:
@@ -236,32 +237,48 @@ class Scheduler:
                 if victim is sequence:
                     return False
                 continue
-            self.slots.table[sequence.slot, len(sequence.blocks)] = block
-            sequence.blocks.append(block)
+            self.slots.table[sequence.slot, len(chain.blocks)] = block
+            chain.blocks.append(block)
+            if chain.kv_version < 0:
+                chain.kv_version = self.version
         return True
 
     def _admit(self) -> bool:
         """Moves the first waiting sequence to running if all it knows, and one token more, would fit now."""
         sequence = self.waiting[0]
-        root = (self.version, sequence.request.namespace)
-        blocks, tip = self.pool.match(root, sequence.ids[: sequence.num_known])
-        num_needed = sequence.num_known // self.config.block_size + 1 - len(blocks)
-        if num_needed > self.pool.num_available:
-            self.pool.release(blocks)
-            return False
+        brought = bool(sequence.chain.blocks)
+        if not brought:
+            sequence.chain = self.match(sequence.request.namespace, sequence.ids[: sequence.num_known])
+        num_needed = sequence.num_known // self.config.block_size + 1 - len(sequence.chain.blocks)
+        while num_needed > self.pool.num_available:
+            if self.running or not self._reclaim(spared=sequence):
+                if not brought:
+                    self._void(sequence)
+                return False
         self.waiting.popleft()
-        sequence.blocks, sequence.tip, sequence.num_filed = blocks, tip, len(blocks)
-        sequence.num_computed = len(blocks) * self.config.block_size
-        self.num_reused += sequence.num_computed
+        self.num_reused += sequence.chain.num_computed
+        if sequence.num_reused < 0:
+            sequence.num_reused = min(sequence.chain.num_computed, sequence.num_prompt)
         self.slots.take(sequence)
         self.running.append(sequence)
         return True
+
+    def _reclaim(self, spared: Sequence | None = None) -> bool:
+        """Takes the blocks of the last one that waits with blocks in hand. False if there is none."""
+        for sequence in reversed(self.waiting):
+            if sequence.chain.blocks and sequence is not spared:
+                self.drop(sequence.chain, sequence.ids, sequence.request.namespace)
+                self._void(sequence)
+                return True
+        return False
 
     def _append(self, sequence: Sequence, token: int, logprob: float, behaviour: float) -> None:
         index = sequence.num_known - sequence.num_prompt + sequence.request.num_emitted
         sequence.ids[sequence.num_known] = token
         sequence.num_known += 1
-        sequence.stream.push(TokenEvent(index, token, logprob, behaviour, self.version, self.version))
+        self.slots.last_ids[sequence.slot] = token
+        self.slots.num_known[sequence.slot] += 1
+        sequence.stream.push(TokenEvent(index, token, logprob, behaviour, self.version, sequence.chain.kv_version))
         if token in sequence.stop:
             self._retire(sequence, Finish("stop"))
         elif sequence.num_known == len(sequence.ids):
@@ -270,34 +287,32 @@ class Scheduler:
     def _retire(self, sequence: Sequence, finish: Finish) -> None:
         del self._by_id[sequence.request.request_id]
         if sequence.slot >= 0:
-            self._leave(sequence)
+            self._stop(sequence)
         else:
             self.waiting.remove(sequence)
-        sequence.stream.push(finish)
+        if sequence.chain.blocks:
+            self.drop(sequence.chain, sequence.ids, sequence.request.namespace)
+        sequence.stream.push(_finish_of(sequence, finish))
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue without its blocks; what it computed stays findable until its memory is wanted."""
         self.num_preempted += 1
-        self._leave(sequence)
+        self._stop(sequence)
+        self.drop(sequence.chain, sequence.ids, sequence.request.namespace)
+        self._void(sequence)
         self.waiting.appendleft(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Out of running; what it computed stays findable until its memory is wanted."""
-        self._file(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.num_computed = sequence.num_filed = 0
+    def _stop(self, sequence: Sequence) -> None:
+        """Out of running, with its blocks."""
+        self.file(sequence.chain, sequence.ids)
         self.running.remove(sequence)
         self.slots.give_back(sequence)
 
-    def _file(self, sequence: Sequence) -> None:
-        size = self.config.block_size
-        num_full = sequence.num_computed // size
-        if num_full > sequence.num_filed:
-            blocks = sequence.blocks[sequence.num_filed : num_full]
-            ids = sequence.ids[sequence.num_filed * size : num_full * size]
-            sequence.tip = self.pool.file(sequence.tip, blocks, ids)
-            sequence.num_filed = num_full
+    def _void(self, sequence: Sequence) -> None:
+        """Nothing is computed of it any more."""
+        self.pool.release(sequence.chain.blocks)
+        sequence.chain = Chain(self.root(sequence.request.namespace))
 
 
-def _num_pending(sequence: Sequence) -> int:
-    return sequence.num_known - sequence.num_computed
+def _finish_of(sequence: Sequence, finish: Finish) -> Finish:
+    return replace(finish, num_reused=max(0, sequence.num_reused))
