@@ -30,7 +30,7 @@ from gyre.runtime.config import EngineConfig, EngineServerConfig
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 POLICY = PolicyConfig("qwen3", 512, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=512)
-LONGEST, SLOTS, PROMPTS = 288, 24, 20
+LONGEST, SLOTS, PROMPTS, ANSWER = 320, 24, 20, 200
 
 
 def weights(number: int) -> Mapping[str, torch.Tensor]:
@@ -72,7 +72,7 @@ async def both_ready(labs: tuple[Lab, Lab]) -> tuple[Lab, Lab]:
 
 def question(lab: Lab, number: int, **fields: object) -> GenerateRequest:
     prompt = ((np.arange(70 + number) * (5 + number) + number) % POLICY.vocab_size).astype(np.int32)
-    return lab.ask(f"q{number}-{fields.get('namespace', '')}", prompt_ids=prompt, max_tokens=40, temperature=0.0, **fields)
+    return lab.ask(f"q{number}-{fields.get('namespace', '')}", prompt_ids=prompt, max_tokens=ANSWER, temperature=0.0, **fields)
 
 
 def continued(request: GenerateRequest, tokens: list[TokenEvent], ticket: bytes) -> GenerateRequest:
@@ -101,7 +101,7 @@ async def test_live_requests_move_between_servers_with_identical_tokens(labs: tu
     gaps = []
     for (tokens, _), (expected, _) in zip(got, want, strict=True):
         assert ids_of(tokens) == ids_of(expected)
-        assert [t.index for t in tokens] == list(range(40))
+        assert [t.index for t in tokens] == list(range(ANSWER))
         gaps += [abs(x.logprob - y.logprob) for x, y in zip(tokens, expected, strict=True)]
     reused = [num for _, num in got]
     print(f"\n{PROMPTS} live requests moved: KV of {sum(reused)} tokens came along, at least {min(reused)} for each; "
