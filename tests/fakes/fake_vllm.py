@@ -180,6 +180,10 @@ class FakeVllm:
         if not all(0 <= token < self.policy.vocab_size for token in body["token_ids"]):
             self.die()
             return await answer(send, 500, problem("EngineCore encountered an issue.", 500))
+        watched = body["sampling_params"].get("logprob_token_ids")
+        if watched is not None and len(watched) != body["sampling_params"]["logprobs"]:
+            message = "When both logprobs and logprob_token_ids are set, logprobs must equal len(logprob_token_ids)."
+            return await answer(send, 400, problem(message, 400))
         await self.resumed.wait()
         request = Request(body, bool(body.get("stream")))
         request.cached, request.good = self.model.match(salt, body["token_ids"])
