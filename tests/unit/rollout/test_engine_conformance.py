@@ -14,7 +14,7 @@ from gyre.rollout.engines.base import Engine
 from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
 from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
-from hosted_engines import make_sglang, make_tensorrt
+from hosted_engines import make_sglang, make_tensorrt, make_vllm
 
 torch.set_num_threads(1)
 VOCAB = 32
@@ -49,14 +49,18 @@ def make_sg_lang() -> Engine:
     return make_sglang(POLICY)
 
 
+def make_v_llm() -> Engine:
+    return make_vllm(POLICY)
+
+
 MAKERS = {
     "torch": make_torch,
     "torch-threaded": make_threaded,
     "scripted": make_scripted,
     "tensorrt-llm": make_tensorrt_llm,
     "sglang": make_sg_lang,
+    "vllm": make_v_llm,
 }
-
 
 LONGEST = 256
 POSITIONAL = {"torch", "torch-threaded", "scripted", "tensorrt-llm", "sglang"}

@@ -8,7 +8,9 @@ putting it on the path hides no other module.
 
 import importlib
 import os
+from typing import Any
 
+import torch
 from safetensors import safe_open
 
 
@@ -20,7 +22,7 @@ def _slow_down_nixl(pause_us: int) -> None:
         return
     agent = bindings.nixlAgent
 
-    def slower(name, config):
+    def slower(name: str, config: Any) -> Any:
         config.pthrDelay = pause_us
         return agent(name, config)
 
@@ -31,7 +33,7 @@ if "GYRE_NIXL_POLL_US" in os.environ:  # before the connector makes its agent
     _slow_down_nixl(int(os.environ["GYRE_NIXL_POLL_US"]))
 
 
-def _repack(model) -> int:
+def _repack(model: torch.nn.Module) -> int:
     """Packs again what a CPU packed but a reload passed by: the head that shares its weight with the embedding.
 
     Layers that keep no plain weight were loaded, and packed, by themselves.
