@@ -29,6 +29,7 @@ from gyre.rollout.engines.base import (
     WeightsMismatch,
 )
 from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
+from gyre.rollout.torch_engine.fast import fast
 from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
 from gyre.rollout.torch_engine.moves import StagedMover
 from gyre.rollout.torch_engine.probe import predictions_agree
@@ -141,7 +142,7 @@ class TorchEngine:
             if self._asleep:
                 raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
             cache = self._new_cache() if self._runner is None else self._runner.cache
-            self._runner = Runner(decoder, cache)
+            self._runner = Runner(fast(decoder), cache)
             self._weights = weights
             self._verified = False
             self._mover.void()
@@ -173,7 +174,7 @@ class TorchEngine:
                 return
             self._asleep = False
             if self._offloaded is not None:
-                self._runner = Runner(self._offloaded.to(self._config.device), self._new_cache())
+                self._runner = Runner(fast(self._offloaded).to(self._config.device), self._new_cache())
                 self._offloaded = None
 
     async def probe(self) -> ProbeResult:
