@@ -43,7 +43,7 @@ from gyre.policy.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = Path(__file__).with_name("engine_parts")
-POLICY = PolicyConfig("qwen3", 6144, 384, 1152, 4, 6, 2, 64, tie_word_embeddings=True, qk_norm=True, max_position=4096)
+POLICY = PolicyConfig("qwen3", 4096, 256, 768, 4, 4, 2, 64, tie_word_embeddings=True, qk_norm=True, max_position=4096)
 CONTEXT = 512  # of the decode measurement, tokens
 DECODE_STEPS = 32
 BUFFER_BYTES = 256 << 20

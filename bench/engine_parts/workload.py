@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-SYSTEM_TOKENS = 192
+SYSTEM_TOKENS = 256
 TASK_TOKENS = (32, 96)
-TOOL_TOKENS = (16, 96)
+TOOL_TOKENS = (32, 128)
 
 
 @dataclass(frozen=True)
