@@ -14,6 +14,7 @@ from gyre.rollout.engines.base import EventStream, Finish, GenerateRequest, Toke
 from gyre.rollout.engines.moving import ExportOf, Frozen, Reservation
 from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.moves import StagedMover
+from gyre.rollout.torch_engine.policies import Policy
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
 from row_fabric import Fabric, FabricRows
 
@@ -37,7 +38,7 @@ class Stepped(TorchEngine):
 
     def __init__(
         self, fabric: Fabric, owner: str, scheduler: SchedulerConfig = SMALL, clock: Callable[[], float] | None = None,
-        policy: PolicyConfig = POLICY, is_deterministic: bool = False,
+        policy: PolicyConfig | Policy = POLICY, is_deterministic: bool = False,
     ) -> None:  # fmt: skip
         self.rows = FabricRows(fabric, owner)
         self.clock = Clock()

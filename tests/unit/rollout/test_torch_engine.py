@@ -21,7 +21,9 @@ from gyre.rollout.engines.base import (
     WeightsMismatch,
 )
 from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
+from gyre.rollout.torch_engine.kv import PagedKV
 from gyre.rollout.torch_engine.probe import predictions_agree
+from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
 
 torch.set_num_threads(1)
@@ -175,7 +177,7 @@ async def test_weights_with_another_checksum_or_shape_change_nothing() -> None:
 async def test_a_probe_notices_weights_that_changed_in_memory() -> None:
     engine, _ = await start(POLICY, SchedulerConfig(1024, 512))
     assert engine._runner is not None
-    engine._runner.decoder.model.norm.weight[3] = 5.0
+    engine._runner.model.model.norm.weight[3] = 5.0
     probe = await engine.probe()
     assert not probe.ok and "digest" in probe.detail
     with pytest.raises(AdmissionClosed):
@@ -186,7 +188,8 @@ async def test_a_probe_notices_weights_that_changed_in_memory() -> None:
 def test_a_probe_notices_a_decoder_that_is_not_finite() -> None:
     decoder = decoder_of(POLICY, 1)
     decoder.model.norm.weight[0] = float("nan")
-    assert "finite" in predictions_agree(decoder, 16)
+    runner = Runner(decoder, PagedKV(POLICY, 1, 16, torch.float32, torch.device("cpu")))
+    assert "finite" in predictions_agree(runner, 512)
 
 
 async def test_ids_outside_the_vocabulary_are_refused() -> None:

@@ -87,7 +87,8 @@ class TransformersModel(nn.Module):
 
     def _checkpoint_layers(self, wanted: bool) -> None:
         network = self.network
-        network.train(wanted)  # layers are checkpointed in training mode only; dropout was refused, so nothing else changes
+        if network.training != wanted:
+            network.train(wanted)  # layers are checkpointed in training mode only; dropout was refused, so nothing else changes
         if wanted and not self._can_checkpoint:
             enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
             enable({"use_reentrant": False})
@@ -107,6 +108,36 @@ class TransformersModel(nn.Module):
     def save(self, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
         """A Hugging Face directory with the weights of `state`, which other tools load."""
         self.network.save_pretrained(directory, state_dict=dict(state))
+
+
+class Architecture:
+    """What a checkpoint's configuration says, without its weights: models are built from it around given tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises UnsupportedPolicy, or what transformers raises for a configuration it cannot read."""
+        self._config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        check_dense(self._config)
+        self.shape = shape_of(self._config)
+        self.max_position = int(getattr(self._config, "max_position_embeddings", 0) or 1 << 20)
+        with torch.device("meta"):
+            self.num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(self._config).parameters())
+
+    def build(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> TransformersModel:
+        """A model on the CPU with copies of `state`'s tensors. Raises ValueError naming the parameter that is wrong."""
+        model = TransformersModel(AutoModelForCausalLM.from_config(self._config, dtype=dtype))
+        wanted = dict(model.named_parameters())
+        may_repeat = {"lm_head.weight"} if self.shape.tie_word_embeddings else set()
+        if strange := sorted(set(state) - set(wanted) - may_repeat):
+            raise ValueError(f"weights: {strange[0]} is not a parameter of this {self.shape.model_type} policy")
+        with torch.no_grad():
+            for name, parameter in wanted.items():
+                if name not in state:
+                    raise ValueError(f"weights: {name} is missing; it must be there with shape {list(parameter.shape)}")
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"weights: {name} has shape {list(state[name].shape)}, must be {list(parameter.shape)}")
+                parameter.copy_(state[name])
+        model.network.eval()
+        return model
 
 
 def shape_of(config: PretrainedConfig) -> TransformersShape:

@@ -41,7 +41,8 @@ class EngineConfig:
     max_running: int = 128  # live requests at once
     max_waiting: int = 1024  # queued requests; one more is refused
     token_budget: int = 2048  # tokens computed in one iteration
-    carry: Literal["recompute", "keep"] = "recompute"
+    carry: Literal["recompute", "keep"] = "recompute"  # KV of executions under new weights: computed again, or kept (torch)
+    deterministic: bool = False  # equal bits in whatever company; several times slower (torch)
     min_interval_ms: float = 4.0  # between the starts of two iterations, so that requests gather into a batch
     flush_ms: float = 50.0  # longest time a sampled token waits before it is sent on
     script_token_ms: float = 1.0  # scripted engine: time per token
@@ -339,17 +340,19 @@ def _check_not_built(config: RunConfig) -> None:
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
     _check_choice("engine.backend", config.engine.backend, ("auto", "torch", "scripted"), BACKENDS_NOT_BUILT)
-    if config.policy.implementation == "transformers" and config.engine.backend != "scripted":
-        raise ConfigError(f"policy.implementation = 'transformers': the trainer can train such a policy, but engine.backend = "
-                          f"{config.engine.backend!r} cannot sample from it yet; use 'gyre', or engine.backend = 'scripted'")
     _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")
     if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
         raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")
-    if config.engine.carry != "recompute":
-        raise ConfigError(f"engine.carry = {config.engine.carry!r}: not built yet; use recompute")
+    if config.engine.backend not in ("auto", "torch"):
+        if config.engine.carry != "recompute":
+            raise ConfigError(f"engine.carry = {config.engine.carry!r}: only the torch engine keeps KV under new weights; use "
+                              f"recompute, or engine.backend = 'torch' instead of {config.engine.backend!r}")
+        if config.engine.deterministic:
+            raise ConfigError("engine.deterministic = true: only the torch engine has this mode; use false, or engine.backend "
+                              f"= 'torch' instead of {config.engine.backend!r}")
 
 
 def _check_choice(key: str, value: str, built: tuple[str, ...], planned: tuple[str, ...]) -> None:

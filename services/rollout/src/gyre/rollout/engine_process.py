@@ -21,7 +21,7 @@ from gyre.runtime import rpc
 from gyre.runtime.config import RunConfig
 from gyre.runtime.devices import DeviceLock
 from gyre.runtime.process import Process
-from gyre.transfer import Transfer, TransferConfig, backends_of
+from gyre.transfer import Address, Transfer, TransferConfig, backends_of
 
 READ_TIMEOUT_S = 300.0  # one-sided read of all weights
 
@@ -31,7 +31,7 @@ async def serve_engine(process: Process) -> None:
     cell = process.index
     if cell is None or not 0 <= cell < len(process.deployment.engines):
         raise ConfigError(f"cell = {cell}: the deployment has engines 0..{len(process.deployment.engines) - 1}")
-    with Transfer(TransferConfig(process.name, backends=backends_of(process.deployment.transfer))) as transfer:
+    with Transfer(_transfer_config(process, cell)) as transfer:
         engine, loader = build_engine(process.config, process.config_dir, transfer)
         held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), loader)
         service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held))
@@ -55,33 +55,18 @@ def build_engine(config: RunConfig, config_dir: Path, transfer: Transfer) -> tup
         script = seeded_script(policy.vocab_size, settings.script_token_ms / 1000)
         bounds = ScriptedConfig(settings.kv_tokens, settings.max_running, settings.max_waiting)
         return ScriptedEngine(script, bounds), NoWeights()
-    return _torch_engine(config, config_dir), PulledWeights(transfer, READ_TIMEOUT_S)
+    from gyre.rollout.torch_engine.build import torch_engine
+
+    return torch_engine(config, config_dir, transfer), PulledWeights(transfer, READ_TIMEOUT_S)
 
 
-def _torch_engine(config: RunConfig, config_dir: Path) -> Engine:
-    import torch
-    from gyre.policy.checkpoint import load_config
-    from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
-    from gyre.rollout.torch_engine.scheduler import SchedulerConfig
-
-    # two threads beside another busy process of the same cores are many times slower than one (barriers spin)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    policy = load_config(config_dir / config.policy.checkpoint)
-    settings, longest = config.engine, min(config.sampling.max_context, policy.max_position)
-    budget = max(settings.token_budget, settings.max_running)
-    scheduler = SchedulerConfig(
-        kv_tokens=settings.kv_tokens,
-        max_position=longest,
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
-        max_batch_tokens=budget,
-        chunk_tokens=max(1, budget // 4),
-    )
-    kind = config.cells.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    pace_s = config.engine.min_interval_ms / 1000
-    return TorchEngine(policy, TorchEngineConfig(scheduler, getattr(torch, config.policy.dtype), torch.device(kind), pace_s))
+def _transfer_config(process: Process, cell: int) -> TransferConfig:
+    """An engine serves its KV to the others, by files beside the cells' locks or over any port of its host."""
+    deployment = process.deployment
+    endpoint = deployment.engines[cell]
+    listen, advertised = (address.rpartition(":")[0].strip("[]") for address in (endpoint.listen, endpoint.address))
+    directory = Path(deployment.cells_dir) / "transfer"
+    return TransferConfig(process.name, directory, Address(listen, 0), advertised, backends_of(deployment.transfer))
 
 
 async def _first_of(*events: asyncio.Event) -> None:

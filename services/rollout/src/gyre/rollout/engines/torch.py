@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 from gyre.contracts.errors import EngineError
-from gyre.policy.checkpoint import state_digest
 from gyre.policy.config import PolicyConfig
-from gyre.policy.decoder import Decoder
+from gyre.policy.model import PolicyModel
 from gyre.rollout.engines.base import (
     AdmissionClosed,
     EventStream,
@@ -26,18 +25,19 @@ from gyre.rollout.engines.base import (
     InvalidRequest,
     LoadReport,
     ProbeResult,
-    WeightsMismatch,
 )
 from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
 from gyre.rollout.torch_engine.fast import fast
 from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
 from gyre.rollout.torch_engine.moves import StagedMover
+from gyre.rollout.torch_engine.policies import GyrePolicy, Policy, Weights, live_digest, prepare, to_device
 from gyre.rollout.torch_engine.probe import predictions_agree
 from gyre.rollout.torch_engine.runner import Runner
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows, sample
 from gyre.rollout.torch_engine.scheduler import Scheduler, SchedulerConfig
 from gyre.rollout.torch_engine.sequence import Batch
 from gyre.rollout.torch_engine.shipping import InPlace, Staged
+from gyre.rollout.torch_engine.tiles import TiledRunner
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class TorchEngineConfig:
     sequences before the next ones arrive, and an iteration costs it much the same with one sequence as with many: the
     wait lets a batch gather and the gRPC server have its turns. Models that take longer anyway are not slowed.
     From `thread_from_parameters` parameters on the model runs in a thread of its own. `staging_blocks` of host memory carry
-    what moves to and from a device; on a CPU blocks are read where they are.
+    what moves to and from a device; on a CPU blocks are read where they are. `is_deterministic`: see `torch_engine/tiles.py`.
     """
 
     scheduler: SchedulerConfig
@@ -65,32 +65,24 @@ class TorchEngineConfig:
     is_deterministic: bool = False
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """What is loaded. `checksum` is the announced one, `live_digest` that of the parameters as they are used."""
-
-    version: int
-    checksum: str
-    live_digest: str
-
-
 class TorchEngine:
     """`gyre.rollout.engines.base.Engine` on plain PyTorch. Starts without weights and with admission closed."""
 
     mover: Mover | None
 
     def __init__(
-        self, policy: PolicyConfig, config: TorchEngineConfig, transfer: RowTransfer | None = None,
+        self, policy: PolicyConfig | Policy, config: TorchEngineConfig, transfer: RowTransfer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """Without a `transfer` that serves memory requests move by their tokens alone. `clock` (s) is for leases."""
+        """A `PolicyConfig` is run by this project's decoder. Without a `transfer` that serves memory requests move by
+        their tokens alone. `clock` (s) is for leases."""
         self.failed = asyncio.Event()
-        self._policy = policy
+        self._policy = GyrePolicy(policy) if isinstance(policy, PolicyConfig) else policy
         self._config = config
         self._scheduler = Scheduler(config.scheduler)
         self._runner: Runner | None = None
-        self._offloaded: Decoder | None = None
-        self._weights = _Weights(-1, "", "")
+        self._offloaded: PolicyModel | None = None
+        self._weights = Weights(-1, "", "")
         self._admitting = self._verified = self._asleep = False
         self._failure: str | None = None
         self._boundary = asyncio.Lock()  # held while the model runs: whoever takes it stands between two tokens
@@ -98,7 +90,7 @@ class TorchEngine:
         self._thread: ThreadPoolExecutor | None = None
         self._driver: asyncio.Task[None] | None = None
         self._transfer = transfer
-        layout = layout_of(policy, config.dtype, config.scheduler.block_size)
+        layout = layout_of(self._policy.shape, config.dtype, config.scheduler.block_size, config.is_deterministic)
         self._mover = StagedMover(self._scheduler, layout, self._boundary, clock, lambda: self._admitting)
         self.mover = None if transfer is None else self._mover
         self.capabilities = Capabilities() if transfer is None else Capabilities("staged", layout)
@@ -109,8 +101,8 @@ class TorchEngine:
         if not self._admitting and (holding is None or not self._verified):
             raise AdmissionClosed(f"admission is closed: {self._why_closed()}")
         ids = request.prompt_ids
-        if int(ids.min()) < 0 or int(ids.max()) >= self._policy.vocab_size:
-            raise InvalidRequest(f"prompt_ids: every id must be in 0..{self._policy.vocab_size - 1}")
+        if int(ids.min()) < 0 or int(ids.max()) >= self._policy.shape.vocab_size:
+            raise InvalidRequest(f"prompt_ids: every id must be in 0..{self._policy.shape.vocab_size - 1}")
         stream = EventStream()
         self._scheduler.add(request, stream, None if holding is None else holding.chain)
         if holding is not None:
@@ -137,12 +129,15 @@ class TorchEngine:
 
     async def load_weights(self, version: int, checksum: str, state: Mapping[str, torch.Tensor]) -> None:
         """See `Engine.load_weights`."""
-        decoder, weights = await asyncio.to_thread(self._prepare, version, checksum, state)
+        config = self._config
+        model, weights = await asyncio.to_thread(
+            prepare, self._policy, version, checksum, state, config.dtype, config.device
+        )
         async with self._boundary:
             if self._asleep:
                 raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
             cache = self._new_cache() if self._runner is None else self._runner.cache
-            self._runner = Runner(fast(decoder), cache)
+            self._runner = self._make_runner(model, cache)
             self._weights = weights
             self._verified = False
             self._mover.void()
@@ -174,7 +169,8 @@ class TorchEngine:
                 return
             self._asleep = False
             if self._offloaded is not None:
-                self._runner = Runner(fast(self._offloaded).to(self._config.device), self._new_cache())
+                to_device(self._offloaded, self._config.device)
+                self._runner = self._make_runner(self._offloaded, self._new_cache())
                 self._offloaded = None
 
     async def probe(self) -> ProbeResult:
@@ -183,7 +179,7 @@ class TorchEngine:
             weights, runner = self._weights, self._runner
             if runner is None or self._asleep:
                 return ProbeResult(weights.version, weights.checksum, False, "no weights on the device")
-            detail = await asyncio.to_thread(_check, runner, weights.live_digest, self._config.scheduler.block_size)
+            detail = await asyncio.to_thread(_check, runner, weights.live_digest, self._policy.max_position)
             self._verified = detail == ""
             if not self._verified:
                 self._admitting = False
@@ -250,26 +246,15 @@ class TorchEngine:
         logits_RV = self._runner.run(batch, self._scheduler.slots)
         return sample(logits_RV, rows) if batch.yields else Sampled([], [], [])
 
-    def _prepare(
-        self, version: int, checksum: str, state: Mapping[str, torch.Tensor]
-    ) -> tuple[Decoder, _Weights]:
-        """Verifies what arrived and builds a second decoder; the one in use is not touched."""
-        found = state_digest(state)
-        if found != checksum:
-            raise WeightsMismatch(f"checksum: weights {version} digest to {found}, announced was {checksum}")
-        try:
-            decoder = Decoder.from_state(self._policy, state)
-        except ValueError as error:
-            raise WeightsMismatch(f"weights {version}: {error}") from error
-        decoder = decoder.requires_grad_(False).to(device=self._config.device, dtype=self._config.dtype)
-        return decoder, _Weights(version, checksum, state_digest(decoder.state_dict()))
+    def _make_runner(self, model: PolicyModel, cache: PagedKV) -> Runner:
+        return TiledRunner(model, cache) if self._config.is_deterministic else Runner(fast(model), cache)
 
     def _new_cache(self) -> PagedKV:
         config = self._config
-        if self._thread is None and _num_parameters(self._policy) >= config.thread_from_parameters:
+        if self._thread is None and self._policy.num_parameters >= config.thread_from_parameters:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-model")
         pool, transfer = self._scheduler.pool, self._transfer
-        cache = PagedKV(self._policy, pool.num_blocks, pool.block_size, config.dtype, config.device, transfer)
+        cache = PagedKV(self._policy.shape, pool.num_blocks, pool.block_size, config.dtype, config.device, transfer)
         if transfer is not None:
             in_place = cache.rows is not None
             rows = min(config.staging_blocks, pool.num_blocks)
@@ -285,8 +270,9 @@ class TorchEngine:
         freed = self._runner.cache.num_bytes
         on_device = self._config.device.type != "cpu"
         if on_device:
-            freed += sum(p.numel() * p.element_size() for p in self._runner.decoder.parameters())
-        self._offloaded, self._runner = self._runner.decoder.to("cpu"), None
+            freed += sum(p.numel() * p.element_size() for p in self._runner.model.parameters())
+        self._offloaded, self._runner = self._runner.model, None
+        to_device(self._offloaded, torch.device("cpu"))
         if on_device:
             torch.cuda.empty_cache()
         return freed
@@ -328,14 +314,9 @@ async def _give_way(loop: asyncio.AbstractEventLoop, due: float) -> None:
             return
 
 
-def _num_parameters(policy: PolicyConfig) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(policy).parameters())
-
-
-def _check(runner: Runner, live_digest: str, block_size: int) -> str:
+def _check(runner: Runner, wanted: str, max_position: int) -> str:
     """What is wrong with the live weights; empty if nothing is."""
-    found = state_digest(runner.decoder.state_dict())
-    if found != live_digest:
-        return f"live weights digest to {found}, loaded were {live_digest}"
-    return predictions_agree(runner.decoder, block_size)
+    found = live_digest(runner.model)
+    if found != wanted:
+        return f"live weights digest to {found}, loaded were {wanted}"
+    return predictions_agree(runner, max_position)

@@ -18,10 +18,14 @@ LAYOUT_VERSION = 1  # of a block: [layers, block_size, 2, K, D]
 _NUMPY = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "uint16", torch.float16: "float16"}
 
 
-def layout_of(shape: ModelShape, dtype: torch.dtype, block_size: int) -> str:
-    """What two engines must have in common to read each other's blocks, weights aside (their version is compared)."""
+def layout_of(shape: ModelShape, dtype: torch.dtype, block_size: int, is_deterministic: bool) -> str:
+    """What two engines must have in common to read each other's blocks, weights aside (their version is compared).
+
+    Blocks of the ordinary mode are of no use to one that promises equal bits.
+    """
     sizes = f"v{shape.vocab_size}-l{shape.num_layers}-k{shape.num_kv_heads}-d{shape.head_dim}"
-    return f"gyre-torch-{LAYOUT_VERSION}:{sizes}:{str(dtype).removeprefix('torch.')}:b{block_size}"
+    mode = ":deterministic" if is_deterministic else ""
+    return f"gyre-torch-{LAYOUT_VERSION}:{sizes}:{str(dtype).removeprefix('torch.')}:b{block_size}{mode}"
 
 
 class RegisteredRows(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from gyre.policy.attention import CausalAttention
-from gyre.policy.decoder import Decoder
 from gyre.rollout.engines.base import EventStream, GenerateRequest
 from gyre.rollout.torch_engine.kv import PagedKV
 from gyre.rollout.torch_engine.runner import Runner
@@ -19,31 +18,32 @@ def golden_ids(vocab_size: int, length: int = 40) -> torch.Tensor:
     return (torch.arange(length) * 7919 + 13) % vocab_size
 
 
-def predictions_agree(decoder: Decoder, block_size: int) -> str:
+def predictions_agree(runner: Runner, max_position: int) -> str:
     """Feeds the golden ids in chunks and singly; returns what is wrong with the predictions, or ''."""
-    ids_T = golden_ids(decoder.config.vocab_size)[: decoder.config.max_position - 1]
-    got = _paged_logprobs(decoder, ids_T, block_size)
+    model, device, dtype = runner.model, runner.cache.pool.device, runner.cache.pool.dtype
+    ids_T = golden_ids(model.config.vocab_size)[: max_position - 1]
+    got = _paged_logprobs(runner, ids_T)
     if not torch.isfinite(got).all():
         return "next-token predictions are not finite"
     with torch.inference_mode():
-        device = decoder.model.norm.weight.device
-        hidden = decoder(ids_T.to(device), torch.arange(len(ids_T), device=device), CausalAttention([len(ids_T)]))
-        want = torch.log_softmax(decoder.logits(hidden[len(ids_T) // 2 - 1 :]).float(), dim=-1)
+        positions_T = torch.arange(len(ids_T), device=device)
+        hidden = model(ids_T.to(device), positions_T, CausalAttention([len(ids_T)]))
+        want = torch.log_softmax(model.logits(hidden[len(ids_T) // 2 - 1 :]).float(), dim=-1)
     gap = float((got - want).abs().max())
-    if gap > _TOLERANCE[decoder.model.norm.weight.dtype]:
+    if gap > _TOLERANCE[dtype]:
         return f"next-token predictions over the cache differ by {gap:.2g} from a plain forward"
     return ""
 
 
-def _paged_logprobs(decoder: Decoder, ids_T: torch.Tensor, block_size: int) -> torch.Tensor:
+def _paged_logprobs(live: Runner, ids_T: torch.Tensor) -> torch.Tensor:
     """Log-probabilities after the first half (one prefill in two chunks) and after each token of the second half."""
     ids = ids_T.to(torch.int32).numpy()
-    half = len(ids) // 2
+    half, block_size = len(ids) // 2, live.cache.block_size
     num_tokens = -(-(len(ids) + 1) // block_size) * block_size
     scheduler = Scheduler(SchedulerConfig(num_tokens, num_tokens, block_size, 1, 1, half, -(-half // 2)))
-    weight = decoder.model.norm.weight
-    cache = PagedKV(decoder.config, scheduler.pool.num_blocks, block_size, weight.dtype, weight.device)
-    runner = Runner(decoder, cache)
+    pool = live.cache.pool
+    cache = PagedKV(live.model.config, scheduler.pool.num_blocks, block_size, pool.dtype, pool.device)
+    runner = type(live)(live.model, cache)
     scheduler.add(GenerateRequest("probe", ids[:half], max_tokens=len(ids) - half + 1), EventStream())
     rows = []
     while scheduler.has_work and (batch := scheduler.schedule()) is not None:

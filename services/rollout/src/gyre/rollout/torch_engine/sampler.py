@@ -39,7 +39,11 @@ def sample(logits_RV: torch.Tensor, rows: SamplingRows) -> Sampled:
     """Draws one token per row by inverting the cumulative distribution, or takes the largest where T is 0."""
     logp_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     greedy_R = rows.temperatures_R == 0
-    behaviour_RV = logp_RV if _unrestricted(rows) else _restrict(logp_RV, rows)
+    unrestricted_R = _unrestricted(rows)
+    behaviour_RV = logp_RV if (unrestricted_R | greedy_R).all() else _restrict(logp_RV, rows)
+    if behaviour_RV is not logp_RV and unrestricted_R.any():  # the same bits whoever else is in the batch
+        plain_R1 = torch.from_numpy(unrestricted_R).to(logp_RV.device).unsqueeze(1)
+        behaviour_RV = torch.where(plain_R1, logp_RV, behaviour_RV)
     if greedy_R.all():
         tokens_R1 = logp_RV.argmax(dim=-1, keepdim=True)
     else:
@@ -64,9 +68,9 @@ def uniforms(seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
     return (state >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
-def _unrestricted(rows: SamplingRows) -> bool:
-    plain_R = (rows.temperatures_R == 1) & (rows.top_ps_R == 1) & (rows.top_ks_R == 0)
-    return bool((plain_R | (rows.temperatures_R == 0)).all())
+def _unrestricted(rows: SamplingRows) -> np.ndarray:
+    """Bool [R]: rows whose sampling distribution is the policy's own."""
+    return (rows.temperatures_R == 1) & (rows.top_ps_R == 1) & (rows.top_ks_R == 0)
 
 
 def _invert(behaviour_RV: torch.Tensor, noise_R: np.ndarray) -> torch.Tensor:

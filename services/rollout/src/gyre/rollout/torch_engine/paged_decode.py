@@ -35,7 +35,7 @@ class Places:
     longest: int
 
 
-class SparseDecode:
+class PagedDecode:
     """The rows of one iteration."""
 
     def __init__(self, cache: PagedKV, contexts_R: np.ndarray, table_RM: np.ndarray) -> None:
