@@ -5,7 +5,7 @@ retries) and a bushy one (one long prefix, many answers). For each: CPU seconds 
 sharing sets (tokens, visible pairs, FLOPs), the share of the FLOPs bound that is reached, and what is held for backward.
 At 65,536 tokens the tree is measured alone; what its paths and calls would take is computed from their FLOPs.
 
-    python bench/tree_train.py [--sizes 4096 16384] [--alone 65536] [--rounds 3] [--no-transformers]
+    python bench/tree_train.py [--sizes 4096 16384] [--alone 65536] [--rounds 2] [--no-transformers]
 
 One thread. A round runs the tree several times, between pieces of its paths and of its calls, so that all of them meet
 the same machine; the round's ratio is CPU seconds of all paths over the mean of the tree's passes, and the median round
@@ -371,7 +371,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--sizes", type=int, nargs="+", default=[4096, 16384])
     arguments.add_argument("--alone", type=int, nargs="*", default=[65536])
-    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=2, help="half of those up to 4,096 tokens")
     arguments.add_argument("--no-transformers", action="store_true")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -382,7 +382,8 @@ def main() -> None:
     found: dict[str, tuple[Found, str]] = {}
     for size in options.sizes:
         for case in cases_of(size):
-            found[case.name] = show(case, model, options.rounds), f"its paths at {case.micro_step.num_tokens:,} tokens"
+            rounds = options.rounds * (2 if size <= 4096 else 1)
+            found[case.name] = show(case, model, rounds), f"its paths at {case.micro_step.num_tokens:,} tokens"
     for size in options.alone:
         for case in cases_of(size):
             show_alone(case, model, found[case.name][0].rate, found[case.name][1])
