@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-harness test-trl test-nixl test-deepspeed lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-gpu test-harness test-trl test-engines test-nixl test-deepspeed lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -14,7 +14,7 @@ demo: setup  ## Train the example policy with every service as its own process (
 	@$(BIN)/gyre demo examples/clinic/clinic.toml $(ARGS)
 
 test: lint gen-check  ## Lint, check generated code, run every test that needs nothing else (ARGS="-k name")
-	@$(BIN)/python -m pytest -m "not harness" $(ARGS)
+	@$(BIN)/python -m pytest -m "not harness and not engines" $(ARGS)
 
 test-gpu: setup  ## One GPU, at most 8 minutes: contract, mismatch, speeds, role switch (ARGS="--engine vllm" for another engine)
 	@$(BIN)/python bench/gpu.py --check
@@ -29,6 +29,10 @@ test-trl: setup  ## Compare the losses with those of TRL, installed apart in .ve
 	@sh tools/setup_trl.sh
 	@PYTHONPATH=libs/contracts/src:libs/runtime/src:services/trainer/src .venv-trl/bin/python -m pytest -s \
 		--override-ini=addopts= --import-mode=importlib --disable-warnings --confcutdir=tests/optional tests/optional/test_trl_losses.py $(ARGS)
+
+test-engines: setup  ## Drive a real vLLM (its CPU build, two servers), installed apart in .venv-vllm: some minutes, 6 GB
+	@sh tools/setup_vllm.sh
+	@GYRE_VLLM_PYTHON='$(CURDIR)/.venv-vllm/bin/python' $(BIN)/python -m pytest -s -m engines tests/engines $(ARGS)
 
 test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed apart in .venv-nixl (Linux)
 	@sh tools/setup_nixl.sh

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fake_sglang import FakeSgLang
 from fake_tensorrt_llm import Flavour, World, make_package
+from fake_vllm import FakeVllm
 from gyre.policy.config import PolicyConfig
 from gyre.rollout.engines.host import Host
 from gyre.rollout.engines.hosted import HostedEngine
@@ -15,6 +16,7 @@ from gyre.rollout.engines.sglang import SgLangHost, SgLangSettings
 from gyre.rollout.engines.staging import StagedWeights
 from gyre.rollout.engines.tensorrt_llm import TensorRtHost
 from gyre.rollout.engines.tensorrt_llm_surface import TensorRtSettings
+from gyre.rollout.engines.vllm import VllmHost, VllmSettings
 
 MAX_POSITION = 256
 
@@ -43,3 +45,14 @@ def make_sglang_over(server: FakeSgLang, policy: PolicyConfig) -> HostedEngine:
 
 def make_sglang(policy: PolicyConfig) -> HostedEngine:
     return make_sglang_over(FakeSgLang(policy), policy)
+
+
+def make_vllm_over(server: FakeVllm, policy: PolicyConfig, **settings: object) -> HostedEngine:
+    quick = {"layout": "vllm 0.32.0 fake", "moves": True, "start_s": 20.0, "change_s": 20.0, "call_s": 10.0, "poll_s": 0.005,
+             "pulled_in_s": 0.02}  # fmt: skip
+    host = VllmHost(server, VllmSettings(**{**quick, **settings}), lambda checkpoint: checkpoint / "model.safetensors")
+    return hosted(host, policy)
+
+
+def make_vllm(policy: PolicyConfig) -> HostedEngine:
+    return make_vllm_over(FakeVllm(policy), policy)

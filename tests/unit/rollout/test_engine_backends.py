@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from engine_steps import POLICY, ask, collect, load
+from fake_tensorrt_llm import World, make_package
 from gyre.contracts.errors import ConfigError
 from gyre.policy.checkpoint import save_checkpoint
-from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder
 from gyre.rollout.engine_backends import BUILDERS, FINDERS, Site, build, look
 from gyre.rollout.engines.choose import HOW_TO_GET, ORDER
@@ -27,8 +31,6 @@ from gyre.runtime.config import (
 )
 from gyre.runtime.engines import BACKENDS
 from gyre.transfer import Transfer, TransferConfig
-
-POLICY = PolicyConfig("qwen3", 32, 16, 24, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=128)
 
 
 def config_of(backend: str, **sampling: float) -> RunConfig:
@@ -71,6 +73,25 @@ async def test_an_engine_that_is_not_installed_is_refused_with_how_to_get_it(
         monkeypatch.delenv(f"GYRE_{name}_PYTHON", raising=False)
     with pytest.raises(ConfigError, match=f"engine.backend = '{backend}': not installed.*pip install"):
         build(site_of(tmp_path, transfer, backend))
+
+
+async def test_tensorrt_llm_is_built_when_it_can_be_imported(
+    tmp_path: Path, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ModuleType("tensorrt_llm")
+    package.__dict__.update(vars(make_package(World(POLICY))))
+    package.__spec__ = ModuleSpec("tensorrt_llm", None)
+    package.__version__ = "1.3.0rc9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
+    built = build(site_of(tmp_path, transfer, "tensorrt_llm"))
+    assert built.choice.why == "named in the configuration; version 1.3.0rc9"
+    await load(built.engine, 1)  # type: ignore[arg-type]
+    tokens, _ = await collect(built.engine.submit(ask("a")))
+    assert len(tokens) == 12 and built.engine.capabilities.migration == "ticket"
+    await built.engine.close()
+    del package.AsyncLLM
+    with pytest.raises(ConfigError, match="engine.backend = 'tensorrt_llm': tensorrt_llm has no AsyncLLM"):
+        build(site_of(tmp_path, transfer, "tensorrt_llm"))
 
 
 async def test_a_temperature_that_an_engine_cannot_account_for_keeps_auto_from_it(tmp_path: Path, transfer: Transfer) -> None:

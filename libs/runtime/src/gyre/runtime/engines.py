@@ -17,8 +17,8 @@ def check_engine(config: RunConfig) -> None:
     backend = config.engine.backend
     if backend not in BACKENDS:
         raise ConfigError(f"engine.backend = {backend!r}: unknown; use {' or '.join(BACKENDS)}")
-    theirs = backend not in ("auto", "torch", "scripted")
-    if problem := unsuited(config) if theirs else torch_alone(config) if backend == "scripted" else "":
+    ours = {"auto": "", "torch": "", "scripted": torch_alone(config)}
+    if problem := ours[backend] if backend in ours else unsuited(config):
         raise ConfigError(f"{problem}, or engine.backend = 'torch' instead of {backend!r}")
     check_server(config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import signal
@@ -145,4 +146,8 @@ def free_port(host: str) -> int:
 def reachable_host(listen: str) -> str:
     """The address by which others reach what listens on `host:port`; this machine's, if that is all of them."""
     host = listen.rpartition(":")[0].strip("[]")
-    return socket.gethostbyname(socket.gethostname()) if host in ("", "0.0.0.0", "::") else host
+    try:
+        everywhere = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = not host  # a name, or nothing
+    return socket.gethostbyname(socket.gethostname()) if everywhere else host

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 _INSIDE = Path(__file__).with_name("inside_vllm")
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its attention kernels
 _CPU_BLOCK = 32
-_LEASE_S = 30.0
+_LEASE_S = 60.0  # the first transfer between two servers has been seen to take 24 s on a busy machine
 _TOLERANCE = {"float32": 0.02, "float64": 0.02}  # nats; other dtypes round more
 _LOOSE = 0.3
 
@@ -99,7 +99,7 @@ def vllm_engine(
     command = server_command(python, build, preparer, dtype, longest, config, place, port)
     settings = VllmSettings(
         layout=_layout(build, preparer.served, dtype, command.arguments), moves=build.nixl, sleeps=not build.on_cpu,
-        start_s=server.start_timeout_s, lease_s=_LEASE_S, tolerance=_TOLERANCE.get(dtype, _LOOSE),
+        start_s=server.start_timeout_s, lease_s=_LEASE_S, margin_s=_LEASE_S / 3, tolerance=_TOLERANCE.get(dtype, _LOOSE),
     )  # fmt: skip
     launched = LaunchedServer(f"http://{place.host}:{port}", command)
     return _engine(VllmHost(launched, settings, preparer), policy, dtype, longest, config, place)
@@ -153,7 +153,8 @@ def _cpu_environment(policy: PolicyConfig, dtype: str, kv_tokens: int) -> dict[s
     needed = kv_tokens * 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * size
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(1.1 * needed / 2**30))), "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "UCX_TLS": "posix,cma,sysv,tcp", "GYRE_NIXL_PROGRESS_THREAD": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "UCX_TLS": "posix,cma,sysv,tcp", "GYRE_NIXL_POLL_US": "1000",
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
     }  # fmt: skip
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 

@@ -101,7 +101,7 @@ def body_of(call: Call, salt: str, *, stream: bool = True, watch: int | None = N
         "seed": seed_at(call.seed, len(call.prompt_ids)),
     }  # fmt: skip
     if watch is not None:
-        sampling["logprob_token_ids"] = [watch]
+        sampling |= {"logprobs": 1, "logprob_token_ids": [watch]}  # the server wants one number to be the other's length
     body: dict[str, Any] = {"request_id": call.call_id, "token_ids": call.prompt_ids, "sampling_params": sampling,
                             "cache_salt": salt}  # fmt: skip
     if stream:

@@ -6,21 +6,34 @@ This runs in vLLM's environment, not in ours: it imports nothing of OpenGyre. Th
 putting it on the path hides no other module.
 """
 
-import functools
+import importlib
 import os
+from typing import Any
 
+import torch
 from safetensors import safe_open
 
-if os.environ.get("GYRE_NIXL_PROGRESS_THREAD") == "0":
-    # NIXL's thread polls without a pause: a whole core of each server, also when nothing moves. The connector asks NIXL
-    # in every step while something does, and that drives transfers between processes of one machine just as well.
-    from vllm.distributed import nixl_utils
 
-    if nixl_utils.nixl_agent_config is not None:
-        nixl_utils.nixl_agent_config = functools.partial(nixl_utils.nixl_agent_config, enable_prog_thread=False)
+def _slow_down_nixl(pause_us: int) -> None:
+    """NIXL's thread polls without a pause, which takes a whole core of every server, also while nothing moves."""
+    try:
+        bindings = importlib.import_module("nixl._api").nixlBind
+    except ImportError:
+        return
+    agent = bindings.nixlAgent
+
+    def slower(name: str, config: Any) -> Any:
+        config.pthrDelay = pause_us
+        return agent(name, config)
+
+    bindings.nixlAgent = slower
 
 
-def _repack(model) -> int:
+if "GYRE_NIXL_POLL_US" in os.environ:  # before the connector makes its agent
+    _slow_down_nixl(int(os.environ["GYRE_NIXL_POLL_US"]))
+
+
+def _repack(model: torch.nn.Module) -> int:
     """Packs again what a CPU packed but a reload passed by: the head that shares its weight with the embedding.
 
     Layers that keep no plain weight were loaded, and packed, by themselves.
