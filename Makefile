@@ -42,7 +42,7 @@ test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed ap
 test-deepspeed: setup  ## Run the tests of the DeepSpeed backend, with DeepSpeed installed apart in .venv-deepspeed
 	@sh tools/setup_deepspeed.sh
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" .venv-deepspeed/bin/python -m pytest tests/unit/trainer/test_ranks.py \
-		tests/integration/test_workers_of_ranks.py -k deepspeed $(ARGS)
+		tests/unit/trainer/test_rank_ways.py tests/integration/test_workers_of_ranks.py -k deepspeed $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .

@@ -11,7 +11,7 @@ from gyre.rollout.attempt import Attempt, Chunk, EngineRefused, Job, Output
 from gyre.rollout.gateway.session import StallMeter
 from gyre.rollout.router import Router, RouterLimits
 from gyre.runtime.clock import ManualClock, SystemClock
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import FakeEngine
 
@@ -49,6 +49,7 @@ async def test_an_execution_stays_with_its_engine_and_new_ones_go_where_least_is
     await waiting
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 20), die_after=st.integers(0, 20), chunk=st.integers(1, 7), budget=st.integers(1, 25))
 def test_death_at_any_token_neither_repeats_nor_loses_one(length: int, die_after: int, chunk: int, budget: int) -> None:
     async def run() -> None:

@@ -62,16 +62,12 @@ class Drain:
         engine = self._routes.engines[cell]
         calls = {call: call.num_unfinished for call in engine.live}
         left = _Left()
-        if not self._routes.admits.is_set():
-            await _within(timeout_s, (call.silence() for call in calls))
-        else:
-            await _within(timeout_s, (self._evacuate(call, engine, epoch, left) for call in calls))
+        await _within(timeout_s, (self._evacuate(call, engine, epoch, left) for call in calls))
         last = list(engine.live)
         left.cut.update(call for call in last if call.cut("drained"))
         await _within(timeout_s, (call.silence() for call in last))
-        if self._routes.admits.is_set():
-            await _within(self._limits.prefixes_s, (self._move_prefix(e, engine, epoch)
-                                                    for e in self._routes.idle_on(cell)))
+        await _within(self._limits.prefixes_s, (self._move_prefix(e, engine, epoch)
+                                                for e in self._routes.idle_on(cell)))
         left.cut.update(call for call, before in calls.items() if call.num_unfinished > before)
         return len(left.moved), len(left.cut - left.moved)
 
@@ -83,6 +79,9 @@ class Drain:
         reason = ""
         while call.is_on(source):
             found = self._destination(call.job.execution, call.num_tokens(), call.max_tokens(), source, tried)
+            if found == "nowhere":
+                await self._stay(call)
+                continue
             if isinstance(found, str):
                 left.cut.add(call)
                 self._replay(call, reason or found)
@@ -90,6 +89,18 @@ class Drain:
             tried.add(found.cell)
             trip = self._trip(ExportOf(request_id=call.request_id), call.request_id, epoch, source, found)
             reason = await self._bounded(trip, call.max_tokens(), self._carry(call, trip, left))
+
+    async def _stay(self, call: LiveCall) -> None:
+        """Until the call has ended where it is, or another engine admits."""
+        loop = asyncio.get_running_loop()
+        waits = {loop.create_task(call.silence())}
+        if not self._routes.admits.is_set():
+            waits.add(loop.create_task(self._routes.admits.wait()))  # type: ignore[arg-type]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _replay(self, call: LiveCall, reason: str) -> None:
         """Cut a call off its engine; it goes where it would have been moved to."""
@@ -139,17 +150,19 @@ class Drain:
                      tried: set[int]) -> Engine | str:
         """The best engine that can take what the source holds, or one word why it has to be computed again."""
         said, limits = source.said, self._limits
+        others = [e for e in self._routes.destinations(execution, max_tokens) if e is not source]
+        if not others:
+            return "nowhere"
         if said.migration == "replay":
             return "unable"
         if num_tokens < limits.min_tokens:
             return "short"
-        others = [e for e in self._routes.destinations(execution, max_tokens) if e is not source]
         same = [e for e in others if (e.said.migration, e.said.layout) == (said.migration, said.layout)]
         able = [e for e in same if e.said.version == said.version]
         left = [e for e in able if e.cell not in tried]
         if left and len(tried) < limits.max_destinations:
             return left[0]
-        return "failed" if able else "version" if same else "layout" if others else "nowhere"
+        return "failed" if able else "version" if same else "layout"
 
     # ------------------------------------------------------------ prefixes
 

@@ -76,6 +76,7 @@ def _status(process: Process, held: EngineCell, choice: Choice) -> status_pb2.St
         "running": report.num_running, "waiting": report.num_waiting, "kv_tokens_free": report.kv_tokens_free,
         "tokens_sampled": report.num_tokens_sampled, "tokens_prefilled": report.num_tokens_prefilled,
         "tokens_reused": report.num_tokens_reused, "preempted": report.num_preempted,
+        "held": report.num_held,
     }  # fmt: skip
     return status_pb2.Status(
         process=process.name, service="rollout", run=process.run, pid=os.getpid(), uptime_s=process.uptime_s,

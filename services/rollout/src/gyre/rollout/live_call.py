@@ -9,9 +9,9 @@ A call is on one engine at a time. Its tries are numbered, and the number decide
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gyre.rollout.attempt import Chunk, Job, Output
 from gyre.rollout.routes import Engine
@@ -64,15 +64,13 @@ class LiveCall:
     def begin(self, route: Route, request_id: str, task: asyncio.Task[str]) -> None:
         """A try begins, called `request_id` on its engine."""
         self.route, self.request_id, self._task, self._has_spoken = route, request_id, task, False
-        self._silent.clear()
+        self._silent = asyncio.Event()
         route.engine.live.add(self)
 
     def end(self) -> None:
-        """The try has ended. If it said nothing, the routes behind its own are still good; else they lead to the past."""
+        """The try has ended."""
         assert self.route is not None
         self.route.engine.live.discard(self)
-        if self._has_spoken:
-            self.routes.clear()
         self.route = self._task = None
         self._silent.set()
 
@@ -83,6 +81,7 @@ class LiveCall:
         self.output.take(chunk)
         if len(chunk.ids) and not self._has_spoken:
             self._has_spoken = True
+            self.routes.clear()  # what waits at other engines is of the past from here on
             self.resume()
             self._land(self.route)
         return True
@@ -163,14 +162,18 @@ class LiveCall:
         done, _ = await asyncio.wait({self._landed}, timeout=timeout_s)
         return self._landed.result() if done else None
 
-    async def silence(self, timeout_s: float | None = None) -> None:
-        """Until the current try has ended; with `timeout_s` it is cut off then."""
+    def silence(self, timeout_s: float | None = None) -> Coroutine[Any, Any, None]:
+        """Until the try that is the current one now has ended; with `timeout_s` it is cut off then."""
+        return self._silence(self._silent, timeout_s)
+
+    async def _silence(self, silent: asyncio.Event, timeout_s: float | None) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._silent.wait()
+                await silent.wait()
         except TimeoutError:
-            self.cut("late")
-            await self._silent.wait()
+            if silent is self._silent:
+                self.cut("late")
+            await silent.wait()
 
     def cut(self, reason: str) -> bool:
         """End the current try. The call goes on by the routes it was given, else from its tokens wherever there is room.

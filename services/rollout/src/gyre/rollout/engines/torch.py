@@ -27,6 +27,7 @@ from gyre.rollout.engines.base import (
     ProbeResult,
 )
 from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
+from gyre.rollout.torch_engine.fast import fast
 from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
 from gyre.rollout.torch_engine.moves import StagedMover
 from gyre.rollout.torch_engine.policies import GyrePolicy, Policy, Weights, live_digest, prepare, to_device
@@ -246,7 +247,7 @@ class TorchEngine:
         return sample(logits_RV, rows) if batch.yields else Sampled([], [], [])
 
     def _make_runner(self, model: PolicyModel, cache: PagedKV) -> Runner:
-        return TiledRunner(model, cache) if self._config.is_deterministic else Runner(model, cache)
+        return TiledRunner(model, cache) if self._config.is_deterministic else Runner(fast(model), cache)
 
     def _new_cache(self) -> PagedKV:
         config = self._config

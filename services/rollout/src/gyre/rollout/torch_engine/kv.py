@@ -79,6 +79,7 @@ class PagedKV:
             self.pool = torch.from_numpy(self.rows).view(dtype)
         self._places = self.pool.view(num_blocks * self.num_layers * block_size, 2, *self.row_shape[-2:])
         self._layer_blocks = self.pool.view(num_blocks * self.num_layers, *self.row_shape[1:])
+        self._vectors = self.pool.view(-1, shape.head_dim)
         self._scratch = torch.empty(0, dtype=dtype, device=device)
 
     @property
@@ -105,6 +106,27 @@ class PagedKV:
     def write(self, layer: int, places_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
         """Stores the keys and values of T tokens of a layer."""
         self._places.index_copy_(0, places_T + layer * self.block_size, torch.stack((k_TKD, v_TKD), dim=1))
+
+    @property
+    def num_vectors(self) -> int:
+        """Rows of what `vectors` returns."""
+        layers, size, _, num_kv_heads, _ = self.row_shape
+        return len(self._vectors) - ((layers - 1) * size * 2 + 1) * num_kv_heads
+
+    def vectors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer in place, [num_vectors, D] each, of which `vector_columns` says what belongs to whom."""
+        num_kv_heads = self.row_shape[3]
+        keys, count = layer * self.block_size * 2 * num_kv_heads, self.num_vectors
+        values = keys + num_kv_heads
+        return self._vectors[keys : keys + count], self._vectors[values : values + count]
+
+    def vector_columns(self, table_RM: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Rows in `vectors` of the first key/value head (the others follow) of each row's first tokens, [R, num_tokens]."""
+        layers, size, _, num_kv_heads, _ = self.row_shape
+        kind = np.int32 if len(self._vectors) < 2**31 else np.int64
+        blocks_RM = table_RM[:, : -(-num_tokens // size)].astype(kind) * kind(layers * size * 2 * num_kv_heads)
+        columns = blocks_RM[:, :, None] + np.arange(size, dtype=kind) * kind(2 * num_kv_heads)
+        return columns.reshape(len(table_RM), -1)[:, :num_tokens]
 
     def gather(self, layer: int, blocks_M: torch.Tensor) -> torch.Tensor:
         """Blocks M of a layer as one tensor [M, block_size, 2, K, D], in memory that the next call reuses.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from gyre.policy.model import PolicyModel
 from gyre.rollout.torch_engine.kv import PagedKV
+from gyre.rollout.torch_engine.paged_decode import PagedDecode, serves
 from gyre.rollout.torch_engine.sequence import Batch, Slots
 
 _MIN_KEYS = 256  # rows whose contexts are all below this are never split into several attention calls
@@ -37,16 +38,26 @@ class _Group:
 class PagedAttention:
     """Attention of one batch: writes the new keys and values, then attends group by group."""
 
-    def __init__(self, cache: PagedKV, places_T: torch.Tensor, groups: list[_Group]) -> None:
+    def __init__(
+        self, cache: PagedKV, places_T: torch.Tensor, groups: list[_Group], decode: PagedDecode | None = None,
+        decode_T: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`decode` has the packed tokens `decode_T` (None: all there are), which are in no group."""
         self._cache = cache
         self._places_T = places_T
         self._groups = groups
+        self._decode = decode
+        self._decode_T = decode_T
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         self._cache.write(layer, self._places_T, k_TKD, v_TKD)
         if len(self._groups) == 1 and self._groups[0].queries_BN is None:
             return self._attend(self._groups[0], layer, q_THD.unsqueeze(1)).squeeze(1)
+        if self._decode is not None and self._decode_T is None:
+            return self._decode.attend(layer, q_THD)
         out_THD = torch.empty_like(q_THD)
+        if self._decode is not None and self._decode_T is not None:
+            out_THD.index_copy_(0, self._decode_T, self._decode.attend(layer, q_THD.index_select(0, self._decode_T)))
         for group in self._groups:
             assert group.queries_BN is not None and group.kept_P is not None and group.tokens_P is not None
             out_BNHD = self._attend(group, layer, q_THD[group.queries_BN])
@@ -88,23 +99,38 @@ class Runner:
         size = self.cache.block_size
         rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
         places_T = self.cache.places(table_BM[rows_T, positions_T // size], positions_T % size)
-        attention = PagedAttention(self.cache, self._tensor(places_T), self._groups(counts_B, starts_B, table_BM))
+        attention = self._attention(self._tensor(places_T), counts_B, starts_B, table_BM)
         hidden_TE = self.model(self._tensor(ids_T), self._tensor(positions_T), attention)
         last_R = ends_B[batch.yields] - 1
         if len(last_R) < len(ids_T):
             hidden_TE = hidden_TE.index_select(0, self._tensor(last_R))
         return self.model.logits(hidden_TE)
 
-    def _groups(self, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray) -> list[_Group]:
-        """Rows of like shape together: decodes apart from prefills, long contexts apart from short ones."""
-        contexts_B = counts_B + starts_B
-        if counts_B.max() == 1 and contexts_B.max() <= _MIN_KEYS:
-            return [self._group(np.arange(len(counts_B)), counts_B, starts_B, table_BM, True)]
-        kinds = np.stack((_round_up(counts_B, 1), _round_up(contexts_B, _MIN_KEYS)))
-        _, group_of_B = np.unique(kinds, axis=1, return_inverse=True)
-        group_of_B = group_of_B.reshape(-1)
-        members = (np.flatnonzero(group_of_B == index) for index in range(group_of_B.max() + 1))
-        return [self._group(rows, counts_B, starts_B, table_BM, False) for rows in members]
+    def _attention(
+        self, places_T: torch.Tensor, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray
+    ) -> PagedAttention:
+        """Rows with one query attend in place where that is served, all others in groups."""
+        singles = np.flatnonzero(counts_B == 1)
+        if len(singles) == 0 or not serves(self.cache):
+            return PagedAttention(self.cache, places_T, self._groups(np.arange(len(counts_B)), counts_B, starts_B, table_BM))
+        decode = PagedDecode(self.cache, starts_B[singles] + 1, table_BM[singles])
+        if len(singles) == len(counts_B):
+            return PagedAttention(self.cache, places_T, [], decode)
+        groups = self._groups(np.flatnonzero(counts_B > 1), counts_B, starts_B, table_BM)
+        return PagedAttention(self.cache, places_T, groups, decode, self._tensor(counts_B.cumsum()[singles] - 1))
+
+    def _groups(
+        self, rows: np.ndarray, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray
+    ) -> list[_Group]:
+        """`rows` of like shape together: decodes apart from prefills, long contexts apart from short ones."""
+        counts, contexts = counts_B[rows], counts_B[rows] + starts_B[rows]
+        if len(rows) == len(counts_B) and counts.max() == 1 and contexts.max() <= _MIN_KEYS:
+            return [self._group(rows, counts_B, starts_B, table_BM, True)]
+        kinds = np.stack((_round_up(counts, 1), _round_up(contexts, _MIN_KEYS)))
+        _, group_of = np.unique(kinds, axis=1, return_inverse=True)
+        group_of = group_of.reshape(-1)
+        members = (rows[group_of == index] for index in range(group_of.max() + 1))
+        return [self._group(each, counts_B, starts_B, table_BM, False) for each in members]
 
     def _group(
         self, rows: np.ndarray, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray, is_whole_batch: bool
