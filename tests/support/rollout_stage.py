@@ -87,6 +87,7 @@ count = {self.num_cells}
 [engine]
 backend = "scripted"
 script_token_ms = {self.token_ms}
+move_min_tokens = 8
 [sampling]
 max_context = 4096
 [harness]

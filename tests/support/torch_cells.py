@@ -155,10 +155,10 @@ class Listener:
     def start(self, router: Router) -> None:
         self.task = asyncio.create_task(router.generate(self.job, self.output, self.stall))
 
-    async def until(self, num_tokens: int) -> None:
+    async def until(self, num_tokens: int, timeout_s: float = 60.0) -> None:
         """Until so many tokens were heard."""
         assert self.task is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(timeout_s):
             while len(self.heard) < num_tokens and not self.task.done():
                 await asyncio.sleep(0.002)
 

@@ -89,6 +89,8 @@ class Drain:
             tried.add(found.cell)
             trip = self._trip(ExportOf(request_id=call.request_id), call.request_id, epoch, source, found)
             reason = await self._bounded(trip, call.max_tokens(), self._carry(call, trip, left))
+            if reason == "withheld" and call.is_on(source):
+                await _within(self._limits.grace_s, [call.silence()])
 
     async def _stay(self, call: LiveCall) -> None:
         """Until the call has ended where it is, or another engine admits."""

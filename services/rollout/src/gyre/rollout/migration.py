@@ -38,6 +38,7 @@ class MoveLimits:
     lease_s: float = 60.0  # what either side holds, since it was last asked for
     stream_s: float = 5.0  # from the freeze until the source's last token has arrived here
     land_s: float = 10.0  # until the destination says the first token
+    grace_s: float = 0.5  # for the last chunk of a request that the source knows no more, because it has ended
     prefixes_s: float = 20.0  # all cached prefixes of a cell
 
 
@@ -212,6 +213,6 @@ async def _ask(side: Side, ask: Callable[[], Awaitable[T]]) -> T:
     except TicketUnknown as error:
         raise MoveFailed(side, "lost", str(error)) from error
     except MoveRefused as error:
-        raise MoveFailed(side, "refused", str(error)) from error
+        raise MoveFailed(side, "refused" if side == "destination" else "withheld", str(error)) from error
     except EngineGone as error:
         raise MoveFailed(side, "gone", str(error)) from error
