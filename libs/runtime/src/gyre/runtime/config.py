@@ -35,7 +35,7 @@ class CellsConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineServerConfig:
-    """The server of a backend that is a server of its own (vllm, tensorrt_llm, sglang)."""
+    """The server of a backend that is a server of its own (vllm, sglang)."""
 
     python: str = ""  # interpreter of the environment the engine is installed in; empty: $GYRE_<BACKEND>_PYTHON, else found
     arguments: tuple[str, ...] = ()  # added to its command line; a later one wins over ours

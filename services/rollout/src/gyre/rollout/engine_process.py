@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from gyre.transfer import Address, Transfer, TransferConfig, backends_of
 
 async def serve_engine(process: Process) -> None:
     """Runs until the process is asked to stop. Raises ConfigError for a cell the deployment does not have."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it says every call to an engine's server
     cell = process.index
     if cell is None or not 0 <= cell < len(process.deployment.engines):
         raise ConfigError(f"cell = {cell}: the deployment has engines 0..{len(process.deployment.engines) - 1}")

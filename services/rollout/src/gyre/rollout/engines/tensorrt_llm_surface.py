@@ -84,7 +84,7 @@ class TensorRtSettings:
     dtype: str = "bfloat16"
     tensor_parallel: int = 1
     block_size: int = 32
-    transfer_timeout_s: float = 60.0  # from a ticket's submission to its first token
+    transfer_timeout_s: float = 8.0  # from a ticket's submission to its first token; the router waits a little longer
 
 
 def engine_arguments(package: ModuleType | Any, surface: Surface, settings: TensorRtSettings) -> dict[str, Any]:
