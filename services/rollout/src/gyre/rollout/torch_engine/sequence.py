@@ -36,8 +36,9 @@ class Sequence:
 class Batch:
     """One iteration's work: row b computes `counts[b]` tokens of `rows[b]` from position `starts[b]` on.
 
-    `openings` name the first full block, not filed yet, that each prefill computes. `yields` are the rows that then sample. Slots and starts are those of the moment of scheduling: a sequence may be
-    aborted while the model runs, and must then still write into its own blocks.
+    `yields` are the rows that then sample. `openings` are the keys of the first block that each prefill fills and that is not
+    filed yet. Slots and starts are those of the moment of scheduling: a sequence may be aborted while the model runs, and
+    must then still write into its own blocks.
     """
 
     rows: list[Sequence] = field(default_factory=list)
