@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from engine_parts.workload import Job
 
 HERE = Path(__file__).parent
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class Missing(RuntimeError):
@@ -43,10 +43,8 @@ class Contender:
     def run(self, job: Job) -> Result:
         """Raises Missing if the process ends instead of answering."""
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it has ended; what it said last is in its log
             print(json.dumps(job.to_wire()), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # it has ended; what it said last is in its log
         answer = self._answer()
         result = Result(answer.pop("cpu_s"), answer.pop("wall_s"), answer.pop("answers"), answer)
         lengths = {len(ids) for turns in result.answers for ids in turns}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,13 @@ from gyre.contracts.events import WeightsPublished
 from gyre.rollout.attempt import Attempt, Chunk, EngineRefused, Output
 from gyre.rollout.engine_client import GrpcEngine
 from gyre.rollout.engines.base import GenerateRequest
-from gyre.rollout.engines.moving import ExportOf, MoveRefused
+from gyre.rollout.engines.moving import ExportOf, MoveRefused, TicketUnknown
 from gyre.rollout.engines.scripted import ScriptedConfig
 from gyre.rollout.gateway.session import StallMeter
 from gyre.rollout.live_call import LiveCall, Route
 from gyre.rollout.routes import Engine
 from gyre.runtime.clock import ManualClock, SystemClock
-from move_stage import PROMPT_TOKENS, Stage, job_of, lose_it, undisturbed
+from move_stage import PROMPT_TOKENS, QUICK, Stage, job_of, lose_it, undisturbed
 
 Open = Callable[..., Awaitable[Stage]]
 
@@ -25,8 +26,8 @@ Open = Callable[..., Awaitable[Stage]]
 async def open_stage(tmp_path: Path) -> AsyncIterator[Open]:
     stages: list[Stage] = []
 
-    async def begin(num: int = 2, **options: object) -> Stage:
-        stages.append(await Stage.open(tmp_path, num, **options))
+    async def begin(num: int = 2, home: str = "stage", **options: object) -> Stage:
+        stages.append(await Stage.open(tmp_path / home, num, **options))
         return stages[-1]
 
     yield begin
@@ -327,6 +328,36 @@ async def test_many_calls_leave_at_once(open_stage: Open) -> None:
         await stage.finish(name)
     await stage.is_empty()
     assert stage.router.counts.num_tokens_recomputed == 0
+
+
+async def test_a_pair_of_engines_moves_a_few_calls_at_once(open_stage: Open) -> None:
+    stage = await open_stage(2, limits=replace(QUICK, max_pair_moves=1))
+    for name in ("x", "y", "z"):
+        await stage.begin_on(0, name)
+    stage.nodes[0].pace.allow(9)
+    for name in ("x", "y", "z"):
+        await stage.until_said(name, 1)
+    stage.nodes[1].pace.free()
+    assert await stage.drain() == (3, 0)
+    asked = [step for step in stage.nodes[1].client.asked if step in ("reserve", "commit")]
+    assert asked == ["reserve", "commit"] * 3
+    for name in ("x", "y", "z"):
+        await stage.finish(name)
+
+
+async def test_what_the_wire_says_of_moves_that_cannot_be(open_stage: Open) -> None:
+    client = (await open_stage(1)).nodes[0].client
+    for ask in (client.read_stage("t", 0, 1.0), client.freeze("t", 0, "x", 0, 1.0)):
+        with pytest.raises(TicketUnknown):
+            await ask
+    with pytest.raises(MoveRefused, match="not running"):
+        await client.open_export("t", ExportOf("x"), 0, 5.0, 1.0)
+    assert not await client.release(b"t", 1.0)
+    other = (await open_stage(1, config=ScriptedConfig(migration="replay"), home="other")).nodes[0].client
+    with pytest.raises(MoveRefused, match="does not move requests in stages"):
+        await other.open_export("t", ExportOf("x"), 0, 5.0, 1.0)
+    with pytest.raises(MoveRefused, match="by ticket"):
+        await other.freeze("t", 0, "x", 0, 1.0)
 
 
 # ---------------------------------------------------------------- tickets

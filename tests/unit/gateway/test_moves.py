@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gyre.rollout.engines.moving import Offer
 from gyre.rollout.migration import Expected, MoveFailed, MoveLimits, Progress, is_last, misfit, verdict
-from move_stage import STEPS, Stage, lose_it
+from move_stage import PROMPT_TOKENS, STEPS, Stage, lose_it
 
 Open = Callable[..., Awaitable[Stage]]
 SOURCE_STEPS = ("open_export", "read_stage", "freeze", "release")
@@ -107,6 +107,21 @@ async def test_either_side_may_be_killed_at_any_step(stage_of: Open, step: str, 
     await stage.finish()
     if step != "release":  # that comes after everything, and so does the death
         assert stage.outputs["x"].cell in {1, 2} - {victim}
+
+
+async def test_the_source_goes_on_with_its_own_ticket_when_the_destination_dies_after_its_commit(stage_of: Open) -> None:
+    stage = await stage_of(2)
+    source, destination = stage.nodes
+    destination.client.before("generate", destination.kill)
+    drained = asyncio.create_task(stage.drain())
+    while len(source.client.attempts) < 2:
+        await asyncio.sleep(0.001)
+    assert source.client.attempts[1].ticket == destination.client.attempts[0].ticket
+    await stage.finish()
+    assert await drained == (0, 0), "it ended where it was: nobody else was left"
+    assert source.engine.load_report().num_tokens_prefilled == PROMPT_TOKENS + 1
+    assert stage.router.num_replayed == 0
+    assert stage.outputs["x"].cell == 0
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -17,7 +17,9 @@ from gyre.runtime import telemetry
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a prompt of a million token ids is 4 MB, gRPC's own limit
 _COMMON = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.keepalive_time_ms", 20_000),
            ("grpc.keepalive_timeout_ms", 10_000), ("grpc.keepalive_permit_without_calls", 1)]
-_SERVER = [*_COMMON, ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.so_reuseport", 0)]
+# A server that had no CPU for a while sees queued pings arrive together; it must not hang up on live streams for that.
+_SERVER = [*_COMMON, ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.http2.max_ping_strikes", 0),
+           ("grpc.so_reuseport", 0)]
 _CLIENT = [*_COMMON, ("grpc.min_reconnect_backoff_ms", 100), ("grpc.initial_reconnect_backoff_ms", 100),
            ("grpc.max_reconnect_backoff_ms", 1000)]
 _EXEMPT = ("/grpc.health.", "/grpc.reflection.")

@@ -60,7 +60,7 @@ class Drain:
         opens next.
         """
         engine = self._routes.engines[cell]
-        calls = {call: call.num_unfinished for call in engine.live}
+        calls = {call: call.num_cut for call in engine.live}
         left = _Left()
         await _within(timeout_s, (self._evacuate(call, engine, epoch, left) for call in calls))
         last = list(engine.live)
@@ -68,7 +68,7 @@ class Drain:
         await _within(timeout_s, (call.silence() for call in last))
         await _within(self._limits.prefixes_s, (self._move_prefix(e, engine, epoch)
                                                 for e in self._routes.idle_on(cell)))
-        left.cut.update(call for call, before in calls.items() if call.num_unfinished > before)
+        left.cut.update(call for call, before in calls.items() if call.num_cut > before)
         return len(left.moved), len(left.cut - left.moved)
 
     # ------------------------------------------------------------ calls
@@ -89,7 +89,8 @@ class Drain:
             tried.add(found.cell)
             trip = self._trip(ExportOf(request_id=call.request_id), call.request_id, epoch, source, found)
             reason = await self._bounded(trip, call.max_tokens(), self._carry(call, trip, left))
-            if reason == "withheld" and call.is_on(source):
+            if reason == "withheld" and call.is_on(source) and call.has_spoken:
+                # Most likely it has ended there, and its last chunk is on the way.
                 await _within(self._limits.grace_s, [call.silence()])
 
     async def _stay(self, call: LiveCall) -> None:

@@ -46,11 +46,11 @@ class LiveCall:
         self.route: Route | None = None  # of the current try
         self.routes: deque[Route] = deque()  # of the next ones, in this order
         self.reason = ""  # why the last try ended early
-        self.num_unfinished = 0  # tries that ended before the call did
+        self.num_cut = 0  # tries that ended before the call did and left it nothing but its tokens
         self.mover: asyncio.Task[None] | None = None  # moves it; cancelled when there is nothing to move any more
         self.is_over = False
         self._task: asyncio.Task[str] | None = None
-        self._has_spoken = False
+        self.has_spoken = False  # the current try
         self._silent = asyncio.Event()
         self._silent.set()
         self._decided = asyncio.Event()
@@ -63,7 +63,7 @@ class LiveCall:
 
     def begin(self, route: Route, request_id: str, task: asyncio.Task[str]) -> None:
         """A try begins, called `request_id` on its engine."""
-        self.route, self.request_id, self._task, self._has_spoken = route, request_id, task, False
+        self.route, self.request_id, self._task, self.has_spoken = route, request_id, task, False
         self._silent = asyncio.Event()
         route.engine.live.add(self)
 
@@ -79,8 +79,8 @@ class LiveCall:
         if number != self.number or self.is_over:
             return False
         self.output.take(chunk)
-        if len(chunk.ids) and not self._has_spoken:
-            self._has_spoken = True
+        if len(chunk.ids) and not self.has_spoken:
+            self.has_spoken = True
             self.routes.clear()  # what waits at other engines is of the past from here on
             self.resume()
             self._land(self.route)
@@ -91,6 +91,7 @@ class LiveCall:
         if self._decided.is_set() and self.mover is not None:
             self.mover.cancel()
         await self._decided.wait()
+        self.num_cut += not (self.routes and self.routes[0].ticket)
 
     def over(self) -> None:
         """The call has ended, one way or the other."""

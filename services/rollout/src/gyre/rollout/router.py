@@ -109,7 +109,6 @@ class Router:
             call.output.finish = settled(call.output, call.job, finish)
             if call.output.finish is not None:
                 return
-            call.num_unfinished += 1
             call.pause()
             failures += finish != "moved"
             errors += finish == "error"
