@@ -81,6 +81,7 @@ class FakeVllm:
         self.died = asyncio.Event()
         self.resumed = asyncio.Event()
         self.step_s = 0.0
+        self.stall_at = 0  # a call that has this many tokens waits; 0: none does
         self._web: uvicorn.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -120,7 +121,8 @@ class FakeVllm:
         while True:
             if self.requests and self.resumed.is_set():
                 for request in list(self.requests):
-                    self._step(request)
+                    if not self.stall_at or len(request.output) < self.stall_at:
+                        self._step(request)
             await asyncio.sleep(self.step_s if self.requests else 0.001)
 
     def _step(self, request: Request) -> None:

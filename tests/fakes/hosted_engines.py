@@ -55,4 +55,6 @@ def make_vllm_over(server: FakeVllm, policy: PolicyConfig, **settings: object) -
 
 
 def make_vllm(policy: PolicyConfig) -> HostedEngine:
-    return make_vllm_over(FakeVllm(policy), policy)
+    server = FakeVllm(policy)
+    server.step_s = 0.001  # what is to be cut must not be over before
+    return make_vllm_over(server, policy)

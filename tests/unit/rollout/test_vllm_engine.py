@@ -65,10 +65,15 @@ def continued(request: GenerateRequest, tokens: list[TokenEvent], ticket: bytes)
                    num_emitted=len(ids), ticket=ticket)  # fmt: skip
 
 
-async def exported(engine: HostedEngine, request: GenerateRequest, after: int = 5) -> tuple[list[TokenEvent], bytes]:
+async def exported(
+    server: FakeVllm, engine: HostedEngine, request: GenerateRequest, after: int = 5
+) -> tuple[list[TokenEvent], bytes]:
+    """A request that is moved away after so many tokens."""
+    server.stall_at = after
     stream = engine.submit(request)
     tokens = await some(stream, after)
     ticket = await engine.export_ticket(request.request_id)
+    server.stall_at = 0
     rest, finish = await collect(stream)
     assert finish.reason == "moved"
     return tokens + rest, ticket
@@ -132,7 +137,7 @@ async def test_requests_move_with_their_kv_and_their_tokens(make: Make) -> None:
     for number in range(4):
         request = greedy(f"q{number}", seed=number, namespace=f"n{number}")
         want, _ = await collect(first.submit(replace(request, request_id="stays", namespace="stays")))
-        tokens, ticket = await exported(first, request, 3 + 4 * number)
+        tokens, ticket = await exported(a, first, request, 3 + 4 * number)
         rest, finish = await collect(second.submit(continued(request, tokens, ticket)))
         assert ids_of(tokens + rest) == ids_of(want)
         assert [t.index for t in tokens + rest] == list(range(30))
@@ -141,10 +146,10 @@ async def test_requests_move_with_their_kv_and_their_tokens(make: Make) -> None:
 
 
 async def test_a_ticket_that_does_not_fit_is_never_shown_to_the_server(make: Make) -> None:
-    _, b, first, second = await pair(make)
+    a, b, first, second = await pair(make)
     request = greedy("q")
     want, _ = await collect(first.submit(replace(request, request_id="stays", namespace="stays")))
-    tokens, ticket = await exported(first, request)
+    tokens, ticket = await exported(a, first, request)
     parsed = VllmTicket.parse(ticket)
     assert parsed is not None
     wrong = [replace(parsed, layout="vllm 0.33.0 other"), replace(parsed, salt="2/"), replace(parsed, digest="0" * 32),
@@ -163,7 +168,7 @@ async def test_a_ticket_that_does_not_fit_is_never_shown_to_the_server(make: Mak
 async def test_a_request_that_comes_back_goes_on_without_its_ticket(make: Make) -> None:
     a, _, first, _ = await pair(make)
     request = greedy("q")
-    tokens, ticket = await exported(first, request)
+    tokens, ticket = await exported(a, first, request)
     first.pause()
     rest, finish = await collect(first.submit(continued(request, tokens, ticket)))
     assert finish.reason == "length" and len(tokens + rest) == 30
@@ -177,7 +182,7 @@ async def test_kv_that_is_not_what_was_promised_is_computed_again(make: Make) ->
     a, b, first, second = await pair(make)
     request = greedy("q")
     want, _ = await collect(first.submit(replace(request, request_id="stays", namespace="stays")))
-    tokens, ticket = await exported(first, request)
+    tokens, ticket = await exported(a, first, request)
     a.fabric.held.clear()  # it was let go, and whoever asks for it gets what lies there now
     rest, _ = await collect(second.submit(continued(request, tokens, ticket)))
     assert a.fabric.pulled == 1
@@ -195,11 +200,11 @@ def test_what_is_no_ticket_is_none(garbage: bytes) -> None:
 
 async def test_held_kv_delays_neither_new_weights_nor_sleep(make: Make) -> None:
     a, _, first, _ = await pair(make)
-    await exported(first, greedy("q"))
+    await exported(a, first, greedy("q"))
     assert a.num_held == 1
     await load(first, 4)
     assert a.num_held == 0
-    await exported(first, greedy("q2"))
+    await exported(a, first, greedy("q2"))
     await first.sleep()
     assert a.num_held == 0 and not a.died.is_set()
     assert all(body.get("reset_running_requests") is None for route, body in a.calls if route == "/reset_prefix_cache")
@@ -208,7 +213,7 @@ async def test_held_kv_delays_neither_new_weights_nor_sleep(make: Make) -> None:
 async def test_a_ticket_of_old_weights_is_of_no_use(make: Make) -> None:
     a, _, first, second = await pair(make)
     request = greedy("q")
-    tokens, ticket = await exported(first, request)
+    tokens, ticket = await exported(a, first, request)
     await load(second, 4)
     await collect(second.submit(continued(request, tokens, ticket)))
     assert a.fabric.pulled == 0
@@ -218,6 +223,7 @@ async def test_an_abort_names_the_request_as_the_server_does_until_it_is_over(ma
     server = FakeVllm(POLICY)
     engine = make(server)
     await load(engine, 3)
+    server.stall_at = 50
     stream = engine.submit(ask("cut", max_tokens=200))
     engine.abort("cut")  # before the call is even sent
     stream2 = engine.submit(ask("cut2", max_tokens=200))
@@ -233,6 +239,7 @@ async def test_an_abort_that_overtakes_its_call_is_said_again(make: Make) -> Non
     server = FakeVllm(POLICY)
     engine = make(server)
     await load(engine, 3)
+    server.stall_at = 50
     server.resumed.clear()  # a call waits in the door
     stream = engine.submit(ask("cut", max_tokens=200))
     while generations(server)[-1]["sampling_params"]["max_tokens"] != 200:
@@ -248,9 +255,11 @@ async def test_calls_of_one_request_do_not_see_the_same_noise_twice(make: Make) 
     server = FakeVllm(POLICY)
     engine = make(server)
     await load(engine, 3)
+    server.stall_at = 20
     stream = engine.submit(ask("long", max_tokens=100))
     await some(stream, 5)
     await load(engine, 3)
+    server.stall_at = 0
     await collect(stream)
     first, second = [body for body in generations(server) if body["token_ids"][:10] == ask("long").prompt_ids.tolist()]
     assert len(second["token_ids"]) > len(first["token_ids"])
@@ -271,6 +280,7 @@ async def test_the_death_of_the_server_fails_the_engine_and_its_requests(make: M
     server = FakeVllm(POLICY)
     engine = make(server)
     await load(engine, 3)
+    server.stall_at = 50
     stream = engine.submit(ask("cut", max_tokens=200))
     await some(stream, 2)
     server.die()

@@ -94,7 +94,10 @@ def vllm_engine(
         return _engine(VllmHost(RunningServer(server.url), settings, preparer), policy, dtype, longest, config, place)
     python = find_python("vllm", server.python, config_dir)
     build = inspect_build(python)
-    preparer = Preparer(place.home, policy, dtype, _CPU_HEAD_SIZES if build.on_cpu else ())
+    try:
+        preparer = Preparer(place.home, policy, dtype, _CPU_HEAD_SIZES if build.on_cpu else ())
+    except ValueError as error:
+        raise ConfigError(f"policy.checkpoint: vLLM's CPU build cannot serve it: {error}") from None
     port = free_port(place.host)
     command = server_command(python, build, preparer, dtype, longest, config, place, port)
     settings = VllmSettings(
