@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ class Contender:
     def run(self, job: Job) -> Result:
         """Raises Missing if the process ends instead of answering."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; what it said last is in its log
+        with suppress(BrokenPipeError):  # it has ended; what it said last is in its log
             print(json.dumps(job.to_wire()), file=self._process.stdin, flush=True)
         answer = self._answer()
         result = Result(answer.pop("cpu_s"), answer.pop("wall_s"), answer.pop("answers"), answer)

@@ -196,7 +196,7 @@ class VirtualCells:
         transfer = Transfer(TransferConfig(f"worker-{cell}", self.home / "transfer"))
         parts = (transfer, self.blobs, DeviceLock(self.home / "cells", cell, "trainer"), VirtualClock())
         if cell == 0:
-            shell = self.peer.core = Coordinator(config, ledger, backend, backend.policy, *parts)
+            shell = self.peer.core = Coordinator(config, ledger, backend, POLICY, *parts)
         else:
             shell = Satellite(config, ledger, backend, self.peer, *parts)
         ledger.wake = shell.attend

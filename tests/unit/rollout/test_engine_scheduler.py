@@ -117,3 +117,33 @@ def test_decodes_go_first_and_a_long_prefill_comes_in_chunks() -> None:
         [("short", 1), ("long", 4)],
         [("short", 1), ("long", 1)],
     ]
+
+
+def test_a_prefix_that_arrives_together_is_computed_once() -> None:
+    scheduler = Scheduler(SchedulerConfig(256, 64, block_size=BLOCK, max_running=8, max_batch_tokens=12, chunk_tokens=12))
+    scheduler.version = 0
+    memory = Memory(scheduler)
+    shared = [7] * 18
+    for number in range(4):
+        ids = np.array([*shared, number, number], dtype=np.int32)
+        scheduler.add(GenerateRequest(f"r{number}", ids, 2), EventStream())
+    scheduler.add(GenerateRequest("apart", np.array([1, 2, 3], dtype=np.int32), 2), EventStream())
+    step(scheduler, memory)
+    assert [sequence.request.request_id for sequence in scheduler.running] == ["r0"]
+    while scheduler.has_work:
+        step(scheduler, memory)
+    assert scheduler.num_reused == 3 * 16
+    assert scheduler.num_prefilled == 20 + 3 * 4 + 3
+
+
+def test_whoever_waits_for_a_prefix_goes_on_when_it_is_aborted() -> None:
+    scheduler = Scheduler(SchedulerConfig(256, 64, block_size=BLOCK, max_running=8, max_batch_tokens=8, chunk_tokens=8))
+    scheduler.version = 0
+    memory = Memory(scheduler)
+    for name in ("first", "second"):
+        scheduler.add(GenerateRequest(name, np.full(30, 7, dtype=np.int32), 1), EventStream())
+    step(scheduler, memory)
+    scheduler.finish("first", Finish("abort"))
+    while scheduler.has_work:
+        step(scheduler, memory)
+    assert scheduler.num_reused == 8

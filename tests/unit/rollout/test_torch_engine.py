@@ -144,10 +144,10 @@ async def test_a_prompt_that_comes_again_after_a_swap_is_that_of_a_fresh_engine(
 def test_one_long_context_does_not_pad_the_short_ones() -> None:
     """8192 tokens beside 31 times 200: what is gathered is what there is."""
     runner = Runner(decoder_of(POLICY, 1), PagedKV(POLICY, 1, 16, torch.float32, torch.device("cpu")))
-    contexts = np.array([8192] + [200] * 31)
-    groups = runner._groups(np.ones(32, dtype=np.int64), contexts - 1, np.zeros((32, 512), dtype=np.int64))
+    contexts, (rows, ones, table) = np.array([8192] + [200] * 31), (np.arange(32), np.ones(32, int), np.zeros((32, 512), int))
+    groups = runner._groups(rows, ones, contexts - 1, table)
     assert sum(len(group.blocks_M) for group in groups) == 8192 // 16 + 31 * 13
-    alike = runner._groups(np.ones(32, dtype=np.int64), np.linspace(256, 8000, 32).astype(int), np.zeros((32, 512), np.int64))
+    alike = runner._groups(rows, ones, np.linspace(256, 8000, 32).astype(int), table)
     needed = sum(-(-(int(n) + 1) // 16) for n in np.linspace(256, 8000, 32))
     assert sum(len(group.blocks_M) for group in alike) < 2 * needed
 

@@ -27,6 +27,7 @@ class MoveLimits:
     """Bounds of moves. With fewer than `min_tokens` computed tokens a replay is cheaper than a move."""
 
     min_tokens: int = 256
+    margin_tokens: int = 256  # reserved beyond what is known, for what is sampled while it is copied
     last_blocks: int = 16  # what may be left to copy when the request is frozen
     max_stages: int = 3  # copies while it decodes; then it is frozen whatever is left
     max_pair_moves: int = 4  # at once between two engines
@@ -158,7 +159,10 @@ async def _copy(move: Move, limits: MoveLimits, freezing: Callable[[], bool], pr
     progress.num_tokens = offer.num_tokens
     if wrong := misfit(offer, move.expected):
         raise MoveFailed("source", wrong, f"{offer.layout!r} under weights {offer.weights_version}")
-    room = Reservation(ticket, move.epoch, offer.layout, offer.weights_version, offer.namespace, offer.max_tokens,
+    # What is sampled while it is copied comes on top; a reservation grows as stages are pulled, so that a large budget
+    # that is hardly ever used up neither refuses the move nor drives out what the destination has cached.
+    room = Reservation(ticket, move.epoch, offer.layout, offer.weights_version, offer.namespace,
+                       min(offer.max_tokens, offer.num_tokens + limits.margin_tokens),
                        limits.lease_s)
     await _ask("destination", lambda: destination.reserve(room, step_s))
     stage = await _read(move, 0, limits)

@@ -122,7 +122,7 @@ class Reservation:
     layout: str
     weights_version: int
     namespace: str
-    num_tokens: int  # room to hold: all that may become known
+    num_tokens: int  # room to hold; pulling a stage beyond it takes more, or is refused
     lease_s: float
 
 

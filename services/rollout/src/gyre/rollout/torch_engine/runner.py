@@ -119,9 +119,7 @@ class Runner:
         groups = self._groups(np.flatnonzero(counts_B > 1), counts_B, starts_B, table_BM)
         return PagedAttention(self.cache, places_T, groups, decode, self._tensor(counts_B.cumsum()[singles] - 1))
 
-    def _groups(
-        self, rows: np.ndarray, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray
-    ) -> list[_Group]:
+    def _groups(self, rows: np.ndarray, counts_B: np.ndarray, starts_B: np.ndarray, table_BM: np.ndarray) -> list[_Group]:
         """`rows` of like shape together: decodes apart from prefills, long contexts apart from short ones."""
         counts, contexts = counts_B[rows], counts_B[rows] + starts_B[rows]
         if len(rows) == len(counts_B) and counts.max() == 1 and contexts.max() <= _MIN_KEYS:

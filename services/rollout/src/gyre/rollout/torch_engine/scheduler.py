@@ -117,8 +117,15 @@ class Scheduler:
             if sequence.slot < 0:  # preempted by an earlier one of this loop
                 continue
             budget -= self._place(sequence, budget, batch)
-        while budget > 0 and self.waiting and self.slots.free and self._admit():
+        later: list[Sequence] = []
+        while budget > 0 and self.waiting and len(later) < len(self.slots.free):
+            if self._is_about_to_be_computed(self.waiting[0], batch):
+                later.append(self.waiting.popleft())
+                continue
+            if not self._admit():
+                break
             budget -= self._place(self.running[-1], budget, batch)
+        self.waiting.extendleft(reversed(later))
         return batch if batch.rows else None
 
     def commit(self, batch: Batch, sampled: Sampled) -> None:
@@ -207,6 +214,19 @@ class Scheduler:
                 self._void(sequence)
                 sequence.num_reused = min(sequence.num_reused, 0)
 
+    def _is_about_to_be_computed(self, sequence: Sequence, batch: Batch) -> bool:
+        """Whether a row of this batch computes the first block that the sequence lacks; then it waits for that.
+
+        Executions of one query, and all with one system prompt, arrive together: each prefix is computed once.
+        """
+        if sequence.chain.blocks or not batch.openings:
+            return False
+        size, ids = self.config.block_size, sequence.ids[: sequence.num_known]
+        blocks, tip = self.pool.match(self.root(sequence.request.namespace), ids)
+        self.pool.release(blocks)
+        end = (len(blocks) + 1) * size
+        return end < len(ids) and (tip, ids[end - size : end].tobytes()) in batch.openings
+
     def _place(self, sequence: Sequence, budget: int, batch: Batch) -> int:
         """Puts a sequence's next tokens into the batch if the budget and the pool allow. Returns how many."""
         start = sequence.chain.num_computed
@@ -219,6 +239,9 @@ class Scheduler:
         batch.slots.append(sequence.slot)
         batch.starts.append(start)
         batch.counts.append(count)
+        first = sequence.chain.num_filed * self.config.block_size
+        if count > 1 and start + count >= first + self.config.block_size:
+            batch.openings.add((sequence.chain.tip, sequence.ids[first : first + self.config.block_size].tobytes()))
         return count
 
     def _reserve(self, sequence: Sequence, num_tokens: int, batch: Batch) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from gyre.rollout.engines.base import EventStream, GenerateRequest
-from gyre.rollout.torch_engine.cache import Chain
+from gyre.rollout.torch_engine.cache import Chain, Key
 
 
 class Sequence:
@@ -36,8 +36,9 @@ class Sequence:
 class Batch:
     """One iteration's work: row b computes `counts[b]` tokens of `rows[b]` from position `starts[b]` on.
 
-    `yields` are the rows that then sample. Slots and starts are those of the moment of scheduling: a sequence may be
-    aborted while the model runs, and must then still write into its own blocks.
+    `yields` are the rows that then sample. `openings` are the keys of the first block that each prefill fills and that is not
+    filed yet. Slots and starts are those of the moment of scheduling: a sequence may be aborted while the model runs, and
+    must then still write into its own blocks.
     """
 
     rows: list[Sequence] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Batch:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     yields: list[int] = field(default_factory=list)
+    openings: set[Key] = field(default_factory=set)
 
 
 class Slots:
