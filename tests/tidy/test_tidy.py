@@ -34,7 +34,7 @@ LONGER: dict[str, str] = {
 # Modules that change state and so must be repeatable: no clock, network, randomness, environment, tensors.
 # Every core.py is one without being listed. Paths are relative to the package's src/gyre.
 PURE: dict[str, tuple[str, ...]] = {
-    "services/rollout": ("rollout/cell.py", "rollout/execution.py", "rollout/local.py", *(
+    "services/rollout": ("rollout/cell.py", "rollout/execution.py", "rollout/local.py", "rollout/placement.py", *(
         f"rollout/gateway/{noun}.py" for noun in ("context", "delivery", "evidence", "messages", "provenance", "restore"))),
     "libs/contracts": ("contracts/digest.py", "contracts/events.py", "contracts/microstep.py", "contracts/subjects.py"),
     "services/scheduler": tuple(
