@@ -149,7 +149,8 @@ def test_a_real_interpreter_says_what_it_has_and_imports_nothing_of_it() -> None
 
 def test_auto_does_not_guess_what_a_server_is() -> None:
     config = RunConfig("run", PolicyConfigRef("model"), TasksConfig("tasks"), HarnessConfig(("harness",)),
-                       cells=CellsConfig(count=1), engine=EngineConfig(server=EngineServerConfig(url="http://host:1")))  # fmt: skip
+                       cells=CellsConfig(count=1),
+                       engine=EngineConfig(server=EngineServerConfig(url="http://host:1")))  # fmt: skip
     with pytest.raises(ConfigError, match="engine.backend = 'auto': engine.server.url"):
         check_run(replace(config, engine=replace(config.engine, backend="auto")))
     check_run(replace(config, engine=replace(config.engine, backend="vllm")))
