@@ -6,25 +6,29 @@ An import of vLLM or SGLang takes tens of seconds; a look at the files takes les
 and any Python an engine runs on must read it.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import runpy
 import sys
 from importlib import metadata
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 
-def version_of(name):
+def version_of(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def spec_of(name):
+def spec_of(name: str) -> ModuleSpec | None:
     """Of a module; its packages are walked and not run, as `importlib.util.find_spec` would."""
-    spec, where, path = None, None, ""
+    spec: ModuleSpec | None = None
+    where: list[str] | None = None
+    path = ""
     for part in name.split("."):
         path = path + "." + part if path else part
         spec = PathFinder.find_spec(path, where)
@@ -34,9 +38,10 @@ def spec_of(name):
     return spec
 
 
-def routes_in(package, routes):
+def routes_in(package: str, routes: list[str]) -> set[str]:
     """Those of `routes` that stand, in quotes, in the source of a package."""
-    spec, found = spec_of(package), set()
+    spec = spec_of(package)
+    found: set[str] = set()
     for folder in spec.submodule_search_locations or [] if spec else []:
         for file in Path(folder).rglob("*.py"):
             text = file.read_text(errors="replace")
@@ -44,7 +49,7 @@ def routes_in(package, routes):
     return found
 
 
-def accelerator():
+def accelerator() -> str | None:
     """What torch was built for: a version of CUDA or ROCm, None for a CPU build or no torch."""
     spec = spec_of("torch.version")
     if spec is None or not spec.origin:
@@ -53,7 +58,7 @@ def accelerator():
     return built.get("cuda") or built.get("hip")
 
 
-def main():
+def main() -> None:
     wanted = json.loads(sys.argv[1])
     lacks = [route for package, routes in wanted["routes"].items() for route in set(routes) - routes_in(package, routes)]
     print(json.dumps({
