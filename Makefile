@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-harness test-trl test-nixl test-deepspeed lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-gpu test-harness test-trl test-engines test-nixl test-deepspeed lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -14,7 +14,12 @@ demo: setup  ## Train the example policy with every service as its own process (
 	@$(BIN)/gyre demo examples/clinic/clinic.toml $(ARGS)
 
 test: lint gen-check  ## Lint, check generated code, run every test that needs nothing else (ARGS="-k name")
-	@$(BIN)/python -m pytest -m "not harness" $(ARGS)
+	@$(BIN)/python -m pytest -m "not harness and not engines" $(ARGS)
+
+test-gpu: setup  ## One GPU, at most 8 minutes: contract, mismatch, speeds, role switch (ARGS="--engine vllm" for another engine)
+	@$(BIN)/python bench/gpu.py --check
+	@GYRE_TEST_DEVICE=cuda timeout 120 $(BIN)/python -m pytest tests/unit/rollout/test_engine_conformance.py -k torch
+	@timeout 360 $(BIN)/python bench/gpu.py $(ARGS)
 
 test-harness: setup  ## Run the tests that drive a real third-party harness, installed apart in .venv-harness
 	@sh tools/setup_harness.sh
@@ -25,6 +30,10 @@ test-trl: setup  ## Compare the losses with those of TRL, installed apart in .ve
 	@PYTHONPATH=libs/contracts/src:libs/runtime/src:services/trainer/src .venv-trl/bin/python -m pytest -s \
 		--override-ini=addopts= --import-mode=importlib --disable-warnings --confcutdir=tests/optional tests/optional/test_trl_losses.py $(ARGS)
 
+test-engines: setup  ## Drive a real vLLM (its CPU build, two servers), installed apart in .venv-vllm: some minutes, 6 GB
+	@sh tools/setup_vllm.sh
+	@GYRE_VLLM_PYTHON='$(CURDIR)/.venv-vllm/bin/python' $(BIN)/python -m pytest -s -m engines tests/engines $(ARGS)
+
 test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed apart in .venv-nixl (Linux)
 	@sh tools/setup_nixl.sh
 	@NIXL_LOG_LEVEL=WARN .venv-nixl/bin/python -m pytest -s tests/unit/transfer tests/integration/test_transfer_processes.py $(ARGS)
@@ -33,7 +42,7 @@ test-nixl: setup  ## Run the transfer tests over the real NIXL too, installed ap
 test-deepspeed: setup  ## Run the tests of the DeepSpeed backend, with DeepSpeed installed apart in .venv-deepspeed
 	@sh tools/setup_deepspeed.sh
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" .venv-deepspeed/bin/python -m pytest tests/unit/trainer/test_ranks.py \
-		tests/integration/test_workers_of_ranks.py -k deepspeed $(ARGS)
+		tests/unit/trainer/test_rank_ways.py tests/integration/test_workers_of_ranks.py -k deepspeed $(ARGS)
 
 lint: setup  ## Check style
 	@$(BIN)/ruff check --quiet .

@@ -12,10 +12,11 @@ if [ "$(cat $venv/.setup-done 2>/dev/null)" = "$stamp" ]; then
 fi
 printf '==> installing %s into %s\n' "$pin" "$venv"
 rm -rf $venv
-.venv/bin/python -m venv --without-pip $venv
+.venv/bin/python -m venv $venv
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 here=$(site $venv/bin/python)
 # addsitedir, because the packages of .venv are editable: their own .pth files have to be read too.
 printf 'import site; site.addsitedir("%s")\n' "$(site .venv/bin/python)" > "$here/venv_below.pth"
-.venv/bin/uv pip install --quiet --no-deps --python $venv/bin/python "$pin"
+# pip, because whoever pointed it at a mirror, a folder of wheels or a certificate meant it for this.
+$venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$pin"
 printf '%s' "$stamp" > $venv/.setup-done

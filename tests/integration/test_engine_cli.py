@@ -63,6 +63,7 @@ class EngineProcess:
 
     def __init__(self, home: Path, backend: str) -> None:
         port = free_port()
+        self.backend = backend
         state = Decoder.create(POLICY, 0).state_dict()
         save_checkpoint(home / "policy", POLICY, state)
         self.weights = pb.WeightsRef(version=0, checksum=state_digest(state), checkpoint=str(home / "policy"))
@@ -108,6 +109,8 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EnginePro
 @pytest.mark.slow
 def test_an_engine_survives_kill_9_in_its_epoch_and_stops_when_asked(engine: EngineProcess) -> None:
     assert engine.stub.GetLoad(pb.GetLoadRequest(), timeout=10).asleep
+    said = engine.stub.GetStatus(status_pb2.StatusRequest(), timeout=10).detail
+    assert said == f"asleep; engine {engine.backend} (named in the configuration)"
     assert engine.wake(3).version == 0
     tokens = engine.generate("a")
     assert len(tokens) == 40 and not engine.devices_are_free(3)

@@ -181,6 +181,19 @@ async def test_nats_may_be_gone_for_a_while(start: Start, nats_server: Any) -> N
     assert all(e.num_harness_errors == 0 for e in ends.values()), "harnesses went on without NATS"
 
 
+async def test_calls_move_off_a_cell_that_goes_to_training(start: Start) -> None:
+    stage, witness = await start(num_cells=2, num_calls=2, max_tokens=80, token_ms=20.0)
+    ids = await witness.dispatch("g00000-000", 6)
+    await until(witness, lambda facts: len(facts) >= 2, CallRecorded)
+    await witness.role(0, 1, "train", 0)
+    [released] = await until(witness, lambda facts: bool(facts), CellRolloutReleased)
+    assert released.num_moved > 0
+    ends = await all_ended(witness, ids)
+    await check_records(witness, ends)
+    await check_what_was_heard(stage, witness, ends)
+    assert all(e.num_harness_errors == 0 for e in ends.values()), "the harness saw a pause and no error"
+
+
 async def test_a_cell_goes_to_training_and_comes_back_with_new_weights(start: Start) -> None:
     stage, witness = await start(num_cells=2, num_calls=6, token_ms=10.0)
     ids = await witness.dispatch("g00000-000", 4)

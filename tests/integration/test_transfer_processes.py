@@ -11,7 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre.transfer import DeadlineExceeded, RegionDescriptor, StaleGeneration, Transfer, TransferConfig, TransferError
+from gyre.transfer import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    RegionDescriptor,
+    RegionUnknown,
+    StaleGeneration,
+    Transfer,
+    TransferConfig,
+    TransferError,
+)
 from gyre.transfer.nixl import NixlBackend
 from gyre.transfer.nixl_agent import installed
 
@@ -38,6 +47,13 @@ class Owner:
         assert self.process.stdin is not None
         print("again", file=self.process.stdin, flush=True)
         return self.descriptor()
+
+    def rows(self) -> tuple[RegionDescriptor, list[bytes]]:
+        """A new pool of the owner's, odd rows of which are being written, and the checksums of all rows before that."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print("rows", file=self.process.stdin, flush=True)
+        said = next(json.loads(line) for line in self.process.stdout if line.startswith('{"pool"'))
+        return RegionDescriptor.from_wire(said["pool"]), [bytes.fromhex(one) for one in said["checksums"]]
 
     def kill(self) -> None:
         self.process.kill()
@@ -115,6 +131,32 @@ async def test_an_owner_killed_while_it_is_being_read_ends_the_read(backend: str
     owner.kill()
     with pytest.raises(TransferError):
         await reading
+
+
+async def test_rows_of_another_process_are_read_while_it_writes_others(
+    backend: str, owner: Owner, reader: Transfer
+) -> None:
+    owner.descriptor()
+    descriptor, checksums = owner.rows()
+    num_rows, num_floats = descriptor.buffer("rows").shape
+    into = np.full((num_rows, num_floats), -1, np.float32)
+    even = np.random.default_rng(5).permutation(np.arange(0, num_rows, 2))
+    for _ in range(10):
+        await reader.read_rows(descriptor, even, [checksums[row] for row in even], into, even + 1, timeout_s=60)
+    assert np.array_equal(into[1::2], np.broadcast_to(np.arange(0, num_rows, 2)[:, None], (num_rows // 2, num_floats)))
+    assert np.all(into[::2] == -1)
+    with pytest.raises(ChecksumMismatch, match="row 1 "):
+        async with asyncio.timeout(60):  # the first write may be yet to come
+            while True:
+                await reader.read_rows(descriptor, np.array([1]), checksums[1:2], into, np.array([0]), timeout_s=60)
+    again, _ = owner.rows()
+    with pytest.raises(RegionUnknown):
+        await reader.read_rows(descriptor, even, [checksums[row] for row in even], into, even, timeout_s=60)
+    await reader.read_rows(again, even, [checksums[row] for row in even], into, even, timeout_s=60)
+    if backend != "shm":  # a file outlives its owner
+        owner.kill()
+        with pytest.raises(TransferError):
+            await reader.read_rows(again, even, [checksums[row] for row in even], into, even, timeout_s=20)
 
 
 @pytest.mark.skipif(not installed(), reason="nixl-cu12 is not installed here")

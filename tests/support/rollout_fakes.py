@@ -11,6 +11,7 @@ import numpy as np
 from gyre.contracts.digest import token_digest
 from gyre.contracts.events import Sampling
 from gyre.policy.tokenizer import ChatTokenizer
+from gyre.rollout.attempt import Attempt, Chunk, EngineGone
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
 from gyre.rollout.gateway.calls import Calls, CallSettings
 from gyre.rollout.gateway.evidence import Evidence
@@ -18,7 +19,7 @@ from gyre.rollout.gateway.messages import Answer, ChatRequest, Message
 from gyre.rollout.gateway.render import Renderer
 from gyre.rollout.gateway.render import Tokenizer as GatewayTokenizer
 from gyre.rollout.gateway.session import Session, Sessions, SessionSpec
-from gyre.rollout.router import Attempt, Chunk, EngineGone, Router, RouterLimits
+from gyre.rollout.router import Router, RouterLimits
 from gyre.runtime.clock import Clock, SystemClock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

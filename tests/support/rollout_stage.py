@@ -87,6 +87,7 @@ count = {self.num_cells}
 [engine]
 backend = "scripted"
 script_token_ms = {self.token_ms}
+move_min_tokens = 8
 [sampling]
 max_context = 4096
 [harness]
@@ -108,14 +109,14 @@ checkpoint_dir = "checkpoints"
 gateway_url = "http://127.0.0.1:{self.ports[0]}"
 allow_unsandboxed = true
 durability = "process"
-engines = [{", ".join(_endpoint(port) for port in self.ports[2:])}]
+engines = [{", ".join(endpoint(port) for port in self.ports[2:])}]
 trainers = []
 evaluators = []
 transfers = []
-gateway = {_endpoint(self.ports[0])}
-rollout = {_endpoint(self.ports[1])}
-scheduler = {_endpoint(1)}
-trajectory = {_endpoint(1)}
+gateway = {endpoint(self.ports[0])}
+rollout = {endpoint(self.ports[1])}
+scheduler = {endpoint(1)}
+trajectory = {endpoint(1)}
 """)
 
     def start(self, *names: str) -> None:
@@ -139,7 +140,8 @@ trajectory = {_endpoint(1)}
             process.wait(20)
 
 
-def _endpoint(port: int) -> str:
+def endpoint(port: int) -> str:
+    """A process that listens where it is reached, as TOML."""
     return f'{{ listen = "127.0.0.1:{port}", address = "127.0.0.1:{port}" }}'
 
 

@@ -16,6 +16,7 @@ from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.moves import StagedMover
 from gyre.rollout.torch_engine.policies import Policy
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
+from gyre.transfer import Transfer
 from row_fabric import Fabric, FabricRows
 
 VOCAB, BLOCK = 32, 4
@@ -38,12 +39,13 @@ class Stepped(TorchEngine):
 
     def __init__(
         self, fabric: Fabric, owner: str, scheduler: SchedulerConfig = SMALL, clock: Callable[[], float] | None = None,
-        policy: PolicyConfig | Policy = POLICY, is_deterministic: bool = False,
+        policy: PolicyConfig | Policy = POLICY, is_deterministic: bool = False, transfer: Transfer | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         self.rows = FabricRows(fabric, owner)
         self.clock = Clock()
-        config = TorchEngineConfig(scheduler, is_deterministic=is_deterministic)
-        super().__init__(policy, config, self.rows, clock or self.clock)
+        config = TorchEngineConfig(scheduler, dtype, is_deterministic=is_deterministic)
+        super().__init__(policy, config, transfer or self.rows, clock or self.clock)
 
     @property
     def moves(self) -> StagedMover:

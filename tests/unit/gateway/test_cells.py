@@ -6,10 +6,11 @@ import pytest
 from gyre.contracts import events as e
 from gyre.contracts.errors import EngineError
 from gyre.rollout import local as lo
+from gyre.rollout.attempt import EngineGone
 from gyre.rollout.core import RolloutCore
 from gyre.rollout.engine_client import Observed
 from gyre.rollout.keeper import Keeper
-from gyre.rollout.router import EngineGone, Router, RouterLimits
+from gyre.rollout.router import Router, RouterLimits
 from gyre.runtime.clock import SystemClock
 from gyre.runtime.effects import Publish
 from rollout_fakes import FakeEngine

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gyre.rollout.attempt import Attempt
 from gyre.rollout.gateway.messages import Message, ToolCall
-from gyre.rollout.router import Attempt
 from rollout_fakes import Bench, FakeEngine, ask, make_bench, sequences
 
 EOS = 2

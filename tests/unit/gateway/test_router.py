@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from gyre.contracts.errors import EngineError
 from gyre.contracts.events import Sampling, VersionSpan
+from gyre.rollout.attempt import Attempt, Chunk, EngineRefused, Job, Output
 from gyre.rollout.gateway.session import StallMeter
-from gyre.rollout.router import Attempt, EngineRefused, Job, Output, Router, RouterLimits
+from gyre.rollout.router import Router, RouterLimits
 from gyre.runtime.clock import ManualClock, SystemClock
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import FakeEngine
 
@@ -48,6 +49,7 @@ async def test_an_execution_stays_with_its_engine_and_new_ones_go_where_least_is
     await waiting
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 20), die_after=st.integers(0, 20), chunk=st.integers(1, 7), budget=st.integers(1, 25))
 def test_death_at_any_token_neither_repeats_nor_loses_one(length: int, die_after: int, chunk: int, budget: int) -> None:
     async def run() -> None:
@@ -69,10 +71,18 @@ def test_death_at_any_token_neither_repeats_nor_loses_one(length: int, die_after
     asyncio.run(run())
 
 
-async def test_spans_are_runs_of_one_version() -> None:
+def said(index: int, versions: tuple[int, ...], kv_versions: tuple[int, ...] = ()) -> Chunk:
+    logprobs = np.full(len(versions), -0.5, np.float32)
+    return Chunk(index, np.arange(len(versions), dtype=np.int32), logprobs, logprobs, versions, kv_versions=kv_versions)
+
+
+async def test_spans_are_runs_of_one_version_of_weights_and_of_kv() -> None:
     output = Output()
-    output.versions = [1, 1, 2, 2, 2, 1]
+    output.take(said(0, (1, 1, 2)))
+    output.take(said(3, (2, 2, 1)))
     assert output.spans() == (VersionSpan(0, 2, 1), VersionSpan(2, 5, 2), VersionSpan(5, 6, 1))
+    output.take(said(6, (2, 2, 2), (1, 1, 2)))
+    assert output.spans()[3:] == (VersionSpan(6, 8, 2, 1), VersionSpan(8, 9, 2))
 
 
 async def test_a_call_waits_while_nobody_admits_and_the_wait_is_counted() -> None:

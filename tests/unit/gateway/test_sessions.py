@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gyre.rollout.attempt import Attempt, Chunk, Job, Output
 from gyre.rollout.gateway.archive import ArchivedCall
 from gyre.rollout.gateway.calls import Calls, CallSettings
 from gyre.rollout.gateway.evidence import Evidence
 from gyre.rollout.gateway.messages import CallRefused, ChatRequest, Message
 from gyre.rollout.gateway.render import Renderer
 from gyre.rollout.gateway.session import StallMeter
-from gyre.rollout.router import Attempt, Chunk, Job, Output, Router, RouterLimits, Stall
+from gyre.rollout.live_call import Stall
+from gyre.rollout.router import Router, RouterLimits
 from gyre.runtime.clock import SystemClock
 from rollout_fakes import FakeEngine, make_bench
 

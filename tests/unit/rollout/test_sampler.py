@@ -60,3 +60,12 @@ def test_noise_depends_on_seed_and_position_alone_and_is_uniform() -> None:
     assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.03
     order = np.random.default_rng(0).permutation(len(noise))
     assert (uniforms(seeds[order], positions[order]) == noise[order]).all()
+
+
+def test_what_is_said_of_a_row_does_not_depend_on_what_others_are_restricted_to() -> None:
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
+    alone = sample(logits[:1], rows(1))
+    mixed = SamplingRows(np.ones(2), np.array([1.0, 0.5]), np.array([0, 3]), np.full(2, 7, np.uint64), np.arange(2))
+    among = sample(logits, mixed)
+    assert among.behaviour_logprobs[0] == alone.behaviour_logprobs[0] == alone.logprobs[0]
+    assert among.token_ids[0] == alone.token_ids[0]

@@ -126,6 +126,32 @@ async def test_a_prefix_of_other_weights_is_never_reused() -> None:
     await engine.close()
 
 
+async def test_a_prompt_that_comes_again_after_a_swap_is_that_of_a_fresh_engine() -> None:
+    """Nobody emptied the cache, but what it holds belongs to other weights."""
+    prompt, (engine, _) = ids_of(70, 1), await start(POLICY, SchedulerConfig(2048, 512, 16, 8, 64))
+    fresh, _ = await start(POLICY, SchedulerConfig(2048, 512, 16, 8, 64), version=2)
+    for name in "ab":
+        await collect(engine.submit(GenerateRequest(name, prompt, 10, namespace="x")))
+    assert engine.load_report().num_tokens_reused == 64
+    await load(engine, POLICY, 2)
+    streams = [each.submit(GenerateRequest("c", prompt, 10, namespace="x")) for each in (engine, fresh)]
+    again, want = [[event async for event in stream] for stream in streams]
+    assert again == want and isinstance(again[-1], Finish) and again[-1].num_reused == 0
+    await engine.close()
+    await fresh.close()
+
+
+def test_one_long_context_does_not_pad_the_short_ones() -> None:
+    """8192 tokens beside 31 times 200: what is gathered is what there is."""
+    runner = Runner(decoder_of(POLICY, 1), PagedKV(POLICY, 1, 16, torch.float32, torch.device("cpu")))
+    contexts, (rows, ones, table) = np.array([8192] + [200] * 31), (np.arange(32), np.ones(32, int), np.zeros((32, 512), int))
+    groups = runner._groups(rows, ones, contexts - 1, table)
+    assert sum(len(group.blocks_M) for group in groups) == 8192 // 16 + 31 * 13
+    alike = runner._groups(rows, ones, np.linspace(256, 8000, 32).astype(int), table)
+    needed = sum(-(-(int(n) + 1) // 16) for n in np.linspace(256, 8000, 32))
+    assert sum(len(group.blocks_M) for group in alike) < 2 * needed
+
+
 async def test_a_request_that_lives_through_a_swap_is_rebuilt_under_the_new_weights() -> None:
     engine, old = await start(POLICY, SchedulerConfig(2048, 512, 16, 8, 64, 64, 32))
     prompt = ids_of(90, 5)

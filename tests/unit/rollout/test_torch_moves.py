@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from gyre.rollout.engines.moving import Capabilities, ExportOf, MoveRefused, Tic
 from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
 from gyre.rollout.torch_engine.shipping import Staged
+from gyre.transfer import Address, Transfer, TransferConfig
 from row_fabric import Fabric
 from stepped_engine import (
     BLOCK,
@@ -371,6 +374,50 @@ async def test_requests_that_bring_their_blocks_cannot_lock_each_other_out(pair:
     for (request, first, _), second in zip(rests, streams, strict=True):
         assert pairs(first, second) == await undisturbed(request)
     pair.check()
+
+
+async def test_a_reservation_grows_if_more_became_known_than_was_expected(pair: Pair) -> None:
+    first = pair.a.submit(REQUEST)
+    await pair.a.step(1)
+    offer = await pair.a.moves.open_export("t", THIS, 30.0)
+    await pair.b.moves.reserve(reservation_of("t", pair.a, "x", offer.num_tokens))
+    assert len(pair.b.moves.blocks_held()) == 3
+    await pair.a.step(10)
+    frozen = await pair.a.moves.freeze("t", 0)
+    await pair.b.moves.pull("t", offer.region, frozen.tail, 5.0)
+    await pair.b.moves.commit("t", frozen)
+    second = pair.b.submit(replay_of(REQUEST, tokens_of(first), "t"))
+    await pair.b.run()
+    assert pairs(first, second) == await undisturbed(REQUEST)
+    assert finish_of(second).num_reused == 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+async def test_blocks_are_read_from_another_process_memory(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    configs = [
+        TransferConfig(name, tmp_path if way == "shm" else None, Address("127.0.0.1", 0), backends=(way,)) for name in "ab"
+    ]
+    with Transfer(configs[0]) as one, Transfer(configs[1]) as two:
+        a, b = [await started(Fabric(), "", transfer=each, dtype=dtype) for each in (one, two)]
+        whole = b.submit(REQUEST)
+        await b.run()
+        first = a.submit(REQUEST)
+        await a.step(9)
+        frozen = await move(a, b, "t", THIS)
+        second = b.submit(replay_of(REQUEST, tokens_of(first), "t"))
+        await b.run()
+        assert pairs(first, second) == pairs(whole)
+        assert finish_of(second).num_reused == frozen.num_computed == 18
+        assert len(list(tmp_path.rglob("*.region"))) == (2 if way == "shm" else 0)
+        memory = weakref.ref(a._runner.cache)  # type: ignore[union-attr]
+        await a.sleep()
+        assert memory() is None, "somebody holds on to the memory"
+        assert len(list(tmp_path.rglob("*.region"))) == (1 if way == "shm" else 0)
+        await a.wake()
+        await b.load(1)
+        await a.close()
+        await b.close()
 
 
 async def test_blocks_of_a_device_move_through_host_memory(pair: Pair) -> None:

@@ -64,7 +64,6 @@ def test_a_resolved_configuration_reads_back_as_itself(path):
     ("cells.expert_parallel=2", "expert parallelism is not built yet"),
     ("cells.nodes_per_cell=2", "several nodes in a cell is not built yet"),
     ("policy.lora_rank=8", "LoRA is not built yet"),
-    ("engine.backend=vllm", "engine.backend = 'vllm': not built yet; use auto or torch or scripted"),
     ("engine.backend=vlm", "engine.backend = 'vlm': unknown"),
     ("cells.schedule=elastic", "cells.schedule = 'elastic': not built yet; use colocate"),
     ("burst.phi=1", "colocate carries nothing over"),

@@ -1,7 +1,5 @@
 """A tree of any size, one path at a time: the same scores and gradients as a single pass, whatever the blocks."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -11,13 +9,12 @@ from gyre.trainer.depth_first import DepthFirst, blocks_of
 from gyre.trainer.loss import LossConfig, policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import expanded_loss, gradients, hand_built, random_micro_step, relative_error, targets_of, tiny_decoder
+from trees import expanded_loss, gradients, random_micro_step, relative_error, targets_of, tiny_decoder
 
 
-def depth_first(decoder: Decoder, micro_step: MicroStep, config: LossConfig, block_tokens: int,
-                cuts: Sequence[int] = ()) -> tuple[float, dict]:
+def depth_first(decoder: Decoder, micro_step: MicroStep, config: LossConfig, block_tokens: int) -> tuple[float, dict]:
     """Loss, and every parameter's gradient added up from the pieces."""
-    engine = DepthFirst(decoder, micro_step, config.temperature, block_tokens, cuts)
+    engine = DepthFirst(decoder, micro_step, config.temperature, block_tokens)
     logprob_K = engine.scores().logprob_K.requires_grad_()
     loss = policy_loss(targets_of(micro_step, logprob_K), config).loss
     (dlogprob_K,) = torch.autograd.grad(loss, [logprob_K])
@@ -42,22 +39,6 @@ def test_it_has_the_loss_and_gradients_of_the_expanded_paths(seed: int, block_to
     loss, grads = depth_first(decoder, micro_step, config, block_tokens)
     assert abs(loss - want.item()) <= 1e-12 * abs(want.item())
     assert relative_error(grads, gradients(decoder, want)) < 1e-12
-
-
-def test_every_cut_of_a_tree_of_twelve_tokens_gives_one_gradient() -> None:
-    """0-1-2-(3-4-(5-6)(7))-(8-9)-(10-11), targets on forks and on last tokens: all 64 sets of cuts inside runs."""
-    parent = [-1, 0, 1, 2, 3, 4, 5, 4, 2, 8, -1, 10]
-    micro_step, decoder = hand_built(parent, [1, 3, 5, 6, 7, 8, 9, 11], [0, 0, 0, 0, 1, 2, 2, 3]), tiny_decoder()
-    want = expanded_loss(decoder, micro_step, LossConfig(kind="dapo"))
-    want_grads = gradients(decoder, want)
-    forks = {b.start for b in blocks_of(micro_step, 100)}
-    inside = [token for token in range(1, 12) if token not in forks]
-    assert len(inside) == 6
-    for chosen in range(2**len(inside)):
-        cuts = [token for bit, token in enumerate(inside) if chosen >> bit & 1]
-        loss, grads = depth_first(decoder, micro_step, LossConfig(kind="dapo"), 100, cuts)
-        assert abs(loss - want.item()) <= 1e-12 * abs(want.item())
-        assert relative_error(grads, want_grads) < 1e-12
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from gyre.contracts.microstep import MicroStep
 from gyre.trainer.flex_trees import BLOCK, FlexTrees, block_mask
+from gyre.trainer.runs import check_trees
 from gyre.trainer.tree_forward import DenseTrees
-from trees import random_micro_step
+from trees import hand_built, random_micro_step
 
 
 def spelled(mask: object, num: int) -> np.ndarray:
@@ -22,20 +24,39 @@ def spelled(mask: object, num: int) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize("seed, fork", [(0, 0.02), (1, 0.2), (2, 0.0), (3, 0.6)])
-def test_the_mask_is_who_is_an_ancestor_of_whom(seed: int, fork: float) -> None:
-    micro_step = random_micro_step(seed, num_trees=4, tree_tokens=260, fork=fork)
-    mask = FlexTrees(micro_step, "cpu").block_mask
-    num = micro_step.num_tokens
-    expected = np.zeros((num, num), bool)
+def ancestors(micro_step: MicroStep) -> np.ndarray:
+    """Bool [T, T]: who is an ancestor of whom, or the same, parent by parent."""
+    result = np.zeros((micro_step.num_tokens, micro_step.num_tokens), bool)
     for token, parent in enumerate(micro_step.parent.tolist()):
         if parent >= 0:
-            expected[token] = expected[parent]
-        expected[token, token] = True
+            result[token] = result[parent]
+        result[token, token] = True
+    return result
+
+
+def check_mask(micro_step: MicroStep) -> None:
+    mask, num = FlexTrees(micro_step, "cpu").block_mask, micro_step.num_tokens
     got = spelled(mask, -(-num // BLOCK) * BLOCK)
-    assert (got[:num, :num] == expected).all()
+    assert (got[:num, :num] == ancestors(micro_step)).all()
     assert not got[:num, num:].any()
     assert (got[num:].sum(1) == 1).all()
+
+
+@pytest.mark.parametrize("seed, fork", [(0, 0.02), (1, 0.2), (2, 0.0), (3, 0.6)])
+def test_the_mask_is_who_is_an_ancestor_of_whom(seed: int, fork: float) -> None:
+    check_mask(random_micro_step(seed, num_trees=4, tree_tokens=260, fork=fork))
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
+def test_forks_and_roots_at_the_edge_of_a_block_are_where_they_are(length: int) -> None:
+    """A trunk, two branches at its last token, one at the last token of the second, and a root of its own."""
+    parent: list[int] = []
+    for above in (-1, length - 1, length - 1, 3 * length - 1, -1):
+        parent += [above, *range(len(parent), len(parent) + length - 1)]
+    micro_step = hand_built(parent, [len(parent) - 1], [0])
+    check_trees(micro_step)
+    assert micro_step.num_tokens == 5 * length
+    check_mask(micro_step)
 
 
 def test_it_attends_as_the_dense_mask_does() -> None:

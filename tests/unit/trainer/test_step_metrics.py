@@ -10,7 +10,7 @@ from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.claims import ClaimTable
 from gyre.trainer.loss import LossConfig
-from gyre.trainer.metrics import add_sums, clip_warning, means, sampling_versions
+from gyre.trainer.metrics import add_sums, clip_warning, means, of_one_micro_step, sampling_versions
 from gyre.trainer.reduce import apply_update
 from trees import random_micro_step, tiny_decoder
 
@@ -20,6 +20,12 @@ def test_sums_add_up_and_of_maxima_the_largest_counts() -> None:
     for sums in ({"ratio": 2.0, "max_abs_dlogp": -1.0}, {"ratio": 3.0, "max_abs_dlogp": -2.0, "clipped": 1.0}):
         add_sums(totals, sums)
     assert totals == {"ratio": 5.0, "max_abs_dlogp": -1.0, "clipped": 1.0}
+
+
+def test_a_micro_step_in_parts_counts_once_under_its_slowest_way() -> None:
+    assert of_one_micro_step({"loss": 1.0, "checkpointed": 2.0, "depth_first": 3.0}) == {"loss": 1.0, "depth_first": 1.0}
+    assert of_one_micro_step({"loss": 1.0, "checkpointed": 2.0}) == {"loss": 1.0, "checkpointed": 1.0}
+    assert of_one_micro_step({"loss": 1.0}) == {"loss": 1.0}
 
 
 def test_a_steps_metrics_are_means_shares_maxima_and_counts() -> None:

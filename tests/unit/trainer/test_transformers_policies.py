@@ -10,12 +10,14 @@ from gyre.contracts.microstep import MicroStep
 from gyre.policy.checkpoint import ForeignPolicy
 from gyre.policy.config import UnsupportedPolicy
 from gyre.runtime.config import OptimizerConfig
+from gyre.trainer.backends.split import split
 from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.checkpoint import newest_checkpoint, write_checkpoint
 from gyre.trainer.depth_first import DepthFirst
 from gyre.trainer.loss import LossConfig, policy_loss
 from gyre.trainer.runs import runs_of
 from gyre.trainer.tree_forward import DenseTrees, SegmentTrees, score_targets
+from gyre.trainer.tree_training import held_bytes
 from trees import VOCAB, expand, random_micro_step, relative_error, targets_of
 
 transformers = pytest.importorskip("transformers")
@@ -199,5 +201,20 @@ def test_two_ranks_of_fsdp_are_one(two_ranks: Any, tied: bool, tmp_path: Any) ->
                 micro_step = random_micro_step(2 * step + seed, num_trees=1 + 2 * seed)
                 one.accumulate(micro_step)
                 two.accumulate(micro_step)
+            assert two.update(0.25, 0.01, 1.0) == pytest.approx(one.update(0.25, 0.01, 1.0), rel=1e-5)
+        assert relative_to(two.weights(), one.weights()) < 1e-5
+
+
+@pytest.mark.parametrize("way", ["checkpointed", "depth_first"])
+def test_two_ranks_of_fsdp_that_cannot_hold_a_micro_step_are_one_that_can(two_ranks: Any, way: str, tmp_path: Any) -> None:
+    network("qwen3", tied=True).float().save_pretrained(tmp_path)
+    policy, micro_step = hf.TransformersModel.load(tmp_path, torch.float32), random_micro_step(0)
+    held, largest = held_bytes(policy), max(part.num_tokens for part in split(micro_step, 2) if part is not None)
+    budget = 1.0 if way == "depth_first" else largest * (held.checkpointed + held.whole / 2)
+    one = TorchBackend(policy, LossConfig(), OptimizerConfig(weight_decay=0.1))
+    with two_ranks.lead("fsdp", "float32", policy=str(tmp_path), memory_bytes=budget) as two:
+        for _ in range(2):
+            one.accumulate(micro_step)
+            assert two.accumulate(micro_step)[way] == 1.0
             assert two.update(0.25, 0.01, 1.0) == pytest.approx(one.update(0.25, 0.01, 1.0), rel=1e-5)
         assert relative_to(two.weights(), one.weights()) < 1e-5

@@ -11,7 +11,7 @@ from gyre.policy.decoder import Decoder
 from gyre.trainer.flash_trees import FlashTrees, has_kernel
 from gyre.trainer.loss import LossConfig, policy_loss
 from gyre.trainer.runs import BrokenTree, check_trees, runs_of
-from gyre.trainer.tree_forward import DenseTrees, SegmentTrees, choose_attention, score_targets
+from gyre.trainer.tree_forward import LOGITS_CHUNK, DenseTrees, SegmentTrees, choose_attention, score_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import (
@@ -68,17 +68,6 @@ def test_a_fork_on_a_last_token_scores_one_label_per_child() -> None:
         torch.testing.assert_close(got, expanded_loss(decoder, micro_step, LossConfig()), rtol=1e-12, atol=0)
 
 
-def test_leaving_the_first_label_of_a_branch_unscored_changes_the_loss() -> None:
-    """The check above would notice the missing fork label, which some implementations leave unsupervised."""
-    whole = hand_built([-1, 0, 1, 2, 1, 4], [2, 3, 4, 5], [0, 0, 1, 1])
-    keep = np.array([0, 1, 3])
-    partial = replace(whole, target=whole.target[keep], path=whole.path[keep], logprob=whole.logprob[keep],
-                      weight=whole.weight[keep])  # fmt: skip
-    decoder = tiny_decoder()
-    full, less = (tree_loss(decoder, m, DenseTrees(m), LossConfig()) for m in (whole, partial))
-    assert abs((full - less).item()) > 1e-6
-
-
 def test_a_siblings_tokens_change_nothing_and_an_ancestors_change_everything_below() -> None:
     """DFS 0-1-(2-3)-(4-5): tokens 2,3 and 4,5 are siblings' subtrees."""
     micro_step, decoder = hand_built([-1, 0, 1, 2, 1, 4], [3, 5], [0, 1]), tiny_decoder()
@@ -102,6 +91,36 @@ def test_runs_carry_their_ancestors_as_ranges() -> None:
     assert [(r.start, r.end, r.ancestors) for r in runs] == [
         (0, 4, ()), (4, 6, ((0, 2),)), (6, 8, ((0, 1),)),
     ]  # fmt: skip
+
+
+class Heads:
+    """A decoder that notes how many rows of logits it was asked for at a time, backward's repetitions included."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self.config, self.rows = decoder, decoder.config, []
+        self.parameters = decoder.parameters
+
+    def __call__(self, *args: object) -> torch.Tensor:
+        return self._decoder(*args)
+
+    def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(hidden_TE))
+        return self._decoder.logits(hidden_TE)
+
+
+def test_logits_are_made_for_targets_only_and_in_chunks() -> None:
+    """2,500 tokens in a row, a branch, and 2,202 targets: two chunks, each made once more by backward."""
+    targets = [*range(300, 2500), 2500, 2501]
+    micro_step = hand_built([*range(-1, 2499), 1000, 2500], targets, [0] * 2200 + [1, 1])
+    decoder, config = tiny_decoder(), LossConfig(kind="reinforce")
+    model = Heads(decoder)
+    got = tree_loss(model, micro_step, SegmentTrees(runs_of(micro_step.parent)), config)
+    assert model.rows == [LOGITS_CHUNK, len(targets) - LOGITS_CHUNK]
+    got_grads = gradients(decoder, got)
+    assert sorted(model.rows) == sorted(2 * [LOGITS_CHUNK, len(targets) - LOGITS_CHUNK])
+    want = expanded_loss(decoder, micro_step, config)
+    assert abs((got - want).item()) <= 1e-12 * abs(want.item())
+    assert relative_error(got_grads, gradients(decoder, want)) < 1e-12
 
 
 def test_short_trees_go_dense_and_long_ones_go_by_run() -> None:

@@ -16,9 +16,14 @@ VOCAB = 37
 TINY = PolicyConfig("qwen3", VOCAB, 16, 24, 2, 4, 2, 4, tie_word_embeddings=True, qk_norm=True)
 
 
-def tiny_decoder(seed: int = 0, tied: bool = True) -> Decoder:
+#: What tells the families of our decoder apart.
+FAMILIES = {"qwen3": {"qk_norm": True}, "qwen2": {"qkv_bias": True, "qk_norm": False}, "llama": {"qk_norm": False}}
+
+
+def tiny_decoder(seed: int = 0, tied: bool = True, family: str = "qwen3") -> Decoder:
     """2 layers, 16 wide, grouped-query, float64, with weights large enough to matter."""
-    decoder = Decoder.create(replace(TINY, tie_word_embeddings=tied), seed).double()
+    shape = replace(TINY, model_type=family, tie_word_embeddings=tied, **FAMILIES[family])
+    decoder = Decoder.create(shape, seed).double()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -149,7 +154,8 @@ def _expanded_scores(decoder: Decoder, micro_step: MicroStep, temperature: float
     for path in expand(micro_step):
         ids = torch.from_numpy(micro_step.ids[path.tokens].astype(np.int64))
         hidden = decoder(ids, torch.arange(len(ids)), CausalAttention([len(ids)]))
-        scores = torch.log_softmax(decoder.logits(hidden) / temperature, -1)
+        logits = decoder.logits(hidden)
+        scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
         for target in path.owned:
             rows[target] = scores[path.tokens.index(target) - 1]
     return torch.stack([rows[t] for t in micro_step.target.tolist()])

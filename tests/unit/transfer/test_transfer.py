@@ -25,12 +25,10 @@ from gyre.transfer import (
     TransferError,
     host_identity,
 )
-from gyre.transfer.nixl_agent import installed
 from gyre.transfer.shared_memory import copy_out
 from gyre.transfer.tcp import TcpServer
 from nixl_fakes import FakeFabric
-
-LOOPBACK = Address("127.0.0.1", 0)
+from transfer_pairs import BACKENDS, LOOPBACK, owner_over, reader_over
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -42,10 +40,7 @@ def arrays() -> dict[str, np.ndarray]:
     }
 
 
-REAL_NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="nixl-cu12 is not installed here"))
-
-
-@pytest.fixture(params=["shm", "tcp", "nixl-fake", REAL_NIXL])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -57,19 +52,13 @@ def fabric() -> FakeFabric:
 
 @pytest.fixture
 def owner(backend: str, fabric: FakeFabric, tmp_path: Path) -> Iterator[Transfer]:
-    ways = {
-        "shm": TransferConfig("owner", directory=tmp_path),
-        "tcp": TransferConfig("owner", listen=LOOPBACK),
-    }
-    config = ways.get(backend, TransferConfig("owner", backends=("nixl",)))
-    with Transfer(config, fabric.backend("owner") if backend == "nixl-fake" else None) as transfer:
+    with owner_over(backend, fabric, tmp_path) as transfer:
         yield transfer
 
 
 @pytest.fixture
 def reader(backend: str, fabric: FakeFabric) -> Iterator[Transfer]:
-    config = TransferConfig("reader", backends=(backend.removesuffix("-fake"),))
-    with Transfer(config, fabric.backend("reader") if backend == "nixl-fake" else None) as transfer:
+    with reader_over(backend, fabric) as transfer:
         yield transfer
 
 

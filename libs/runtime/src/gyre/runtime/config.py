@@ -13,6 +13,7 @@ from typing import Literal
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
+from gyre.runtime.engines import check_engine
 from gyre.runtime.losses import LossConfig, check_loss
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
 from gyre.runtime.training import TrainingConfig, check_training
@@ -33,10 +34,20 @@ class CellsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineServerConfig:
+    """The server of a backend that is a server of its own (vllm, sglang)."""
+
+    python: str = ""  # interpreter of the environment the engine is installed in; empty: $GYRE_<BACKEND>_PYTHON, else found
+    arguments: tuple[str, ...] = ()  # added to its command line; a later one wins over ours
+    url: str = ""  # instead: one server for cell 0 that runs already, on this machine
+    start_timeout_s: float = 600.0  # from its start until it answers
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The rollout engine of every cell."""
 
-    backend: str = "auto"  # auto | torch | scripted
+    backend: str = "auto"  # auto | torch | scripted | tensorrt_llm | vllm | sglang
     kv_tokens: int = 32768  # size of the KV pool, in tokens
     max_running: int = 128  # live requests at once
     max_waiting: int = 1024  # queued requests; one more is refused
@@ -45,7 +56,9 @@ class EngineConfig:
     deterministic: bool = False  # equal bits in whatever company; several times slower (torch)
     min_interval_ms: float = 4.0  # between the starts of two iterations, so that requests gather into a batch
     flush_ms: float = 50.0  # longest time a sampled token waits before it is sent on
+    move_min_tokens: int = 256  # a call with fewer computed tokens is replayed elsewhere instead of moved
     script_token_ms: float = 1.0  # scripted engine: time per token
+    server: EngineServerConfig = field(default_factory=EngineServerConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +273,6 @@ NOT_BUILT = {
     "cells.tensor_parallel": "tensor parallelism", "cells.context_parallel": "context parallelism",
     "cells.expert_parallel": "expert parallelism", "cells.nodes_per_cell": "several nodes in a cell",
 }
-BACKENDS_NOT_BUILT = ("tensorrt_llm", "vllm", "sglang")
 SCHEDULES = ("colocate",)
 SCHEDULES_NOT_BUILT = ("elastic", "async", "async+streaming", "colocate+standalone", "colocate+standalone+streaming",
                        "rollpacker")
@@ -310,6 +322,7 @@ def check_run(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value}: must be greater than 0")
     for key, value in {"burst.phi": config.burst.phi, "admission.max_paths": config.admission.max_paths,
                        "optimizer.learning_rate": config.optimizer.learning_rate,
+                       "engine.move_min_tokens": config.engine.move_min_tokens,
                        "evaluation.num_tasks": config.evaluation.num_tasks}.items():
         if value < 0:
             raise ConfigError(f"{key} = {value}: must not be negative")
@@ -339,20 +352,13 @@ def _check_not_built(config: RunConfig) -> None:
         raise ConfigError(f"policy.lora_rank = {config.policy.lora_rank}: LoRA is not built yet; use 0")
     if config.cells.standalone:
         raise ConfigError(f"cells.standalone = {config.cells.standalone}: standalone cells are not built yet; use 0")
-    _check_choice("engine.backend", config.engine.backend, ("auto", "torch", "scripted"), BACKENDS_NOT_BUILT)
+    check_engine(config)
     _check_choice("cells.schedule", config.cells.schedule, SCHEDULES, SCHEDULES_NOT_BUILT)
     if config.burst.phi and config.cells.schedule == "colocate":
         raise ConfigError(f"burst.phi = {config.burst.phi}: colocate carries nothing over a burst; use 0")
     if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
         raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")
-    if config.engine.backend not in ("auto", "torch"):
-        if config.engine.carry != "recompute":
-            raise ConfigError(f"engine.carry = {config.engine.carry!r}: only the torch engine keeps KV under new weights; use "
-                              f"recompute, or engine.backend = 'torch' instead of {config.engine.backend!r}")
-        if config.engine.deterministic:
-            raise ConfigError("engine.deterministic = true: only the torch engine has this mode; use false, or engine.backend "
-                              f"= 'torch' instead of {config.engine.backend!r}")
 
 
 def _check_choice(key: str, value: str, built: tuple[str, ...], planned: tuple[str, ...]) -> None:

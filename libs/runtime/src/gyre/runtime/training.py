@@ -16,7 +16,8 @@ class TrainingConfig:
     backend: Literal["torch", "fsdp", "deepspeed"] = "torch"  # torch: whole weights on every rank
     ranks: int = 1
     zero_stage: int = 0  # what is cut between ranks: deepspeed 1, 2, 3; fsdp 2, 3; 0: the backend's default
-    # Held for backward by one micro-step, backend torch: beyond it layers are made again, then whole paths; 0: no bound.
+    # Held for backward by one micro-step on each rank: beyond it layers are made again, then whole paths; 0: no bound.
+    # With fsdp and deepspeed the last of these needs whole weights and a whole float32 gradient beside it for that time.
     memory_gib: float = 2.0
 
     @property

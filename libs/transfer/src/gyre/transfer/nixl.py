@@ -10,22 +10,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gyre.transfer.backend import as_bytes, check_deadline
+from gyre.transfer.backend import Clock, as_bytes, check_deadline, in_thread
 from gyre.transfer.describe import NixlTarget, RegionDescriptor
 from gyre.transfer.errors import DeadlineExceeded, RegionUnknown, TornRead, TransferError
 from gyre.transfer.landing import LANDING_BYTES, Landing, LandingPool, deregister, keep_forever
 from gyre.transfer.nixl_agent import MEMORY, PLUGIN, NixlApi, open_agent
 from gyre.transfer.region import HEADER_BYTES, USED_HEADER_BYTES, Region, read_header
+from gyre.transfer.rows import ROWS, RowRead, Span
 
 FIRST_PAUSE_S = 0.0001
 LONGEST_PAUSE_S = 0.002
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,20 @@ class NixlBackend:
             raise
         except TransferError as error:
             raise TornRead(f"region {descriptor.region!r} changed while it was read: {error}") from error
+
+    async def read_rows(self, wanted: RowRead, deadline: float) -> None:
+        await in_thread(lambda clock: wanted.fill(self.arrivals(wanted, deadline, clock)))
+
+    def arrivals(self, wanted: RowRead, deadline: float, clock: Clock) -> Iterator[Span]:
+        """Fetch the rows, as many in one transfer as a landing buffer holds, between two looks at the header."""
+        descriptor = wanted.descriptor
+        check_deadline(deadline, clock(), descriptor.region)
+        self._load(descriptor)
+        self._require(descriptor, deadline, clock)
+        for chunk in packed(row_pieces(wanted), self._landing_bytes):
+            self._fetch(descriptor, chunk, deadline, clock)
+        yield 0, len(wanted.rows)
+        self._require(descriptor, deadline, clock)
 
     @property
     def num_quarantined(self) -> int:
@@ -199,13 +212,29 @@ def chunks(
     descriptor: RegionDescriptor, into: Mapping[str, np.ndarray], chunk_bytes: int
 ) -> Iterator[list[Piece]]:
     """The wanted buffers in pieces, packed into transfers of at most `chunk_bytes`."""
+    infos = ((descriptor.buffer(name), array) for name, array in into.items())
+    whole = (Piece(HEADER_BYTES + info.offset_bytes, info.num_bytes, as_bytes(array)) for info, array in infos)
+    return packed(whole, chunk_bytes)
+
+
+def row_pieces(wanted: RowRead) -> Iterator[Piece]:
+    """One piece for each run of rows that are adjacent on both sides."""
+    size, target = wanted.row_bytes, as_bytes(wanted.target)
+    start = HEADER_BYTES + wanted.descriptor.buffer(ROWS).offset_bytes
+    for _, runs in wanted.spans(max(1, wanted.num_bytes)):
+        for row, into_row, count in runs.tolist():
+            yield Piece(start + row * size, count * size, target[into_row * size : (into_row + count) * size])
+
+
+def packed(pieces: Iterable[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces, cut where a transfer of at most `chunk_bytes` is full."""
     chunk: list[Piece] = []
     room = chunk_bytes
-    for name, array in into.items():
-        info, target, at = descriptor.buffer(name), as_bytes(array), 0
-        while at < info.num_bytes:
-            num_bytes = min(room, info.num_bytes - at)
-            chunk.append(Piece(HEADER_BYTES + info.offset_bytes + at, num_bytes, target[at : at + num_bytes]))
+    for piece in pieces:
+        at = 0
+        while at < piece.num_bytes:
+            num_bytes = min(room, piece.num_bytes - at)
+            chunk.append(Piece(piece.offset + at, num_bytes, piece.target[at : at + num_bytes]))
             at, room = at + num_bytes, room - num_bytes
             if room == 0:
                 yield chunk

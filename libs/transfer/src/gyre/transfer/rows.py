@@ -7,6 +7,7 @@ reader which rows to read (and keeps them as they are meanwhile) sends their che
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,11 +92,11 @@ class RowRead:
     def num_bytes(self) -> int:
         return len(self.rows) * self.row_bytes
 
-    def rows_over(self, memory: memoryview | bytearray | object) -> np.ndarray:
+    def rows_over(self, memory: mmap.mmap) -> np.ndarray:
         """uint8 [num_rows, row_bytes] over a mapped region; raises `LayoutMismatch` when it is smaller than described."""
         info = self.descriptor.buffer(ROWS)
         start = HEADER_BYTES + info.offset_bytes
-        whole = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]
+        whole = np.frombuffer(memory, np.uint8)
         if len(whole) < start + info.num_bytes:
             raise LayoutMismatch(f"region {self.descriptor.region!r} is smaller than its descriptor says")
         return whole[start : start + info.num_bytes].reshape(info.shape[0], self.row_bytes)
@@ -132,9 +133,10 @@ class RowRead:
         for span in arrivals:
             wrong = self._first_wrong(span) if wrong is None else wrong
         if wrong is not None:
+            actual = xxh3_128_digest(self.target[self.into_rows[wrong]])
             raise ChecksumMismatch(
                 f"row {self.rows[wrong]} of region {self.descriptor.region!r} is not as described: "
-                f"checksum {self._checksum(int(self.into_rows[wrong])).hex()}, expected {self.checksums[wrong].hex()}"
+                f"checksum {actual.hex()}, expected {self.checksums[wrong].hex()}"
             )
 
     def _first_wrong(self, span: Span) -> int | None:
@@ -143,9 +145,6 @@ class RowRead:
             if xxh3_128_digest(self.target[row]) != self.checksums[at]:
                 return at
         return None
-
-    def _checksum(self, row: int) -> bytes:
-        return xxh3_128_digest(self.target[row])
 
 
 def _indices(what: str, given: np.ndarray, num_rows: int) -> np.ndarray:

@@ -43,9 +43,9 @@ class SharedMemoryReader:
         await asyncio.to_thread(copy_out, descriptor, into, deadline, clock)
 
     async def read_rows(self, wanted: RowRead, deadline: float) -> None:
-        await in_thread(lambda clock: wanted.fill(self._arrivals(wanted, deadline, clock)))
+        await in_thread(lambda clock: wanted.fill(self.arrivals(wanted, deadline, clock)))
 
-    def _arrivals(self, wanted: RowRead, deadline: float, clock: Clock) -> Iterator[Span]:
+    def arrivals(self, wanted: RowRead, deadline: float, clock: Clock) -> Iterator[Span]:
         """Copy the rows, a piece at a time; the region is looked at before the first and after the last."""
         descriptor = wanted.descriptor
         check_deadline(deadline, clock(), descriptor.region)

@@ -8,6 +8,8 @@ from gyre.contracts.events import Sampling
 from gyre.rollout.executor import ExecutorSettings
 from gyre.rollout.gateway.calls import CallSettings
 from gyre.rollout.harness.process import SandboxSettings, find_bwrap
+from gyre.rollout.migration import MoveLimits
+from gyre.rollout.router import RouterLimits
 from gyre.rollout.workspace import WorkspaceLimits
 from gyre.runtime.config import Deployment, RunConfig
 
@@ -17,6 +19,11 @@ def call_settings(config: RunConfig) -> CallSettings:
     sampling = config.sampling
     return CallSettings(config.policy.name, sampling.max_tokens, sampling.max_context, config.harness.tool_format,
                         config.telemetry.trace_calls)
+
+
+def router_limits(config: RunConfig) -> RouterLimits:
+    """Bounds of calls and of moves between engines."""
+    return RouterLimits(max_live=config.engine.max_running, moves=MoveLimits(config.engine.move_min_tokens))
 
 
 def executor_settings(config: RunConfig, deployment: Deployment, config_dir: Path) -> ExecutorSettings:

@@ -91,6 +91,13 @@ class EngineCell:
             self._lock.give_back(epoch)
             return freed
 
+    def check_export(self, epoch: int) -> None:
+        """Whether what this engine holds may leave it under `epoch`. Raises StaleEpoch."""
+        if epoch < self.epoch:
+            raise StaleEpoch(f"epoch {epoch} is over: the cell is at epoch {self.epoch}")
+        if not self.awake:
+            raise StaleEpoch("the engine sleeps: nothing can be moved from it")
+
     async def close(self) -> None:
         """Ends the engine's requests and gives the devices back."""
         await self.engine.close()

@@ -1,7 +1,8 @@
-"""One engine process over gRPC: the router's `EngineClient` and the keeper's `EngineControl`."""
+"""One engine process over gRPC: the router's `EnginePeer` and the keeper's `EngineControl`."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -10,18 +11,25 @@ from gyre.contracts.errors import EngineError
 from gyre.contracts.events import WeightsPublished
 from gyre.proto.rollout.v1 import engine_pb2 as pb
 from gyre.proto.rollout.v1.engine_pb2_grpc import EngineServiceStub
-from gyre.rollout.router import Attempt, Chunk, EngineGone, EngineRefused
+from gyre.rollout.attempt import Attempt, Chunk, EngineGone, EngineRefused
+from gyre.rollout.engine_wire import frozen_message, frozen_of, offer_of, reservation_message, stage_message, stage_of
+from gyre.rollout.engines.moving import ExportOf, Frozen, MoveRefused, Offer, Reservation, Stage, TicketUnknown
 
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What an engine says of itself."""
+    """What an engine says of itself. `kv_tokens_total` 0: it did not say."""
 
     version: int
     asleep: bool
     admitting: bool
+    migration: str = "replay"
+    layout: str = ""
+    kv_tokens_free: int = 0
+    kv_tokens_total: int = 0
 
 
 class GrpcEngine:
@@ -38,7 +46,7 @@ class GrpcEngine:
             request_id=attempt.request_id, prompt_ids=attempt.prompt.astype("<i4", copy=False).tobytes(),
             max_tokens=attempt.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             top_k=sampling.top_k, stop_token_ids=attempt.stop_ids, seed=sampling.seed, namespace=attempt.namespace,
-            num_emitted=attempt.num_emitted)
+            num_emitted=attempt.num_emitted, ticket=attempt.ticket)
         call = self._stub.Generate(request, timeout=attempt.timeout_s)
         try:
             async for message in call:
@@ -52,7 +60,8 @@ class GrpcEngine:
     async def observe(self) -> Observed:
         """Raises EngineGone."""
         report = await self._ask(self._stub.GetLoad(pb.GetLoadRequest(), timeout=5.0))
-        return Observed(report.version, report.asleep, report.admitting)
+        return Observed(report.version, report.asleep, report.admitting, report.migration or "replay", report.layout,
+                        report.kv_tokens_free, report.kv_tokens_total)
 
     async def set_admission(self, open_: bool) -> None:
         """Raises EngineGone."""
@@ -79,12 +88,56 @@ class GrpcEngine:
         reply = await self._ask(self._stub.Probe(pb.ProbeRequest(), timeout=self._slow_timeout_s))
         return reply.version, reply.checksum, reply.ok
 
+    async def open_export(self, ticket: str, what: ExportOf, epoch: int, lease_s: float, timeout_s: float) -> Offer:
+        """See `EnginePeer`."""
+        request = pb.OpenExportRequest(ticket=ticket, epoch=epoch, request_id=what.request_id,
+                                       namespace=what.namespace, lease_s=lease_s)
+        return offer_of(ticket, await _moving(self._stub.OpenExport(request, timeout=timeout_s)))
+
+    async def read_stage(self, ticket: str, first_block: int, timeout_s: float) -> Stage:
+        """See `EnginePeer`."""
+        request = pb.ReadStageRequest(ticket=ticket, first_block=first_block)
+        return stage_of(await _moving(self._stub.ReadStage(request, timeout=timeout_s)))
+
+    async def freeze(self, ticket: str, first_block: int, request_id: str, epoch: int, timeout_s: float) -> Frozen:
+        """See `EnginePeer`."""
+        request = pb.FreezeRequest(ticket=ticket, first_block=first_block, request_id=request_id, epoch=epoch)
+        return frozen_of(await _moving(self._stub.Freeze(request, timeout=timeout_s)))
+
+    async def reserve(self, reservation: Reservation, timeout_s: float) -> None:
+        """See `EnginePeer`."""
+        await _moving(self._stub.Reserve(reservation_message(reservation), timeout=timeout_s))
+
+    async def pull(self, ticket: str, region: str, stage: Stage, timeout_s: float) -> None:
+        """See `EnginePeer`. The engine gives up a little earlier, so that its own reason arrives."""
+        request = pb.PullRequest(ticket=ticket, region=region, stage=stage_message(stage), timeout_s=0.9 * timeout_s)
+        await _moving(self._stub.Pull(request, timeout=timeout_s))
+
+    async def commit(self, ticket: str, frozen: Frozen, timeout_s: float) -> None:
+        """See `EnginePeer`."""
+        await _moving(self._stub.Commit(pb.CommitRequest(ticket=ticket, frozen=frozen_message(frozen)), timeout=timeout_s))
+
+    async def release(self, ticket: bytes, timeout_s: float) -> bool:
+        """See `EnginePeer`."""
+        reply = await _moving(self._stub.ReleaseTicket(pb.ReleaseTicketRequest(ticket=ticket), timeout=timeout_s))
+        return reply.found
+
     async def _ask(self, call: grpc.aio.UnaryUnaryCall) -> object:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-            raise (EngineGone if gone else EngineError)(f"{error.code().name}: {error.details()}") from error
+            raise (EngineGone if error.code() in _GONE else EngineError)(f"{error.code().name}: {error.details()}") from error
+
+
+async def _moving(call: Awaitable[Any]) -> Any:
+    """The answer to one call of a move. Raises EngineGone, TicketUnknown or MoveRefused."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        kind = EngineGone if error.code() in _GONE else MoveRefused
+        if error.code() == grpc.StatusCode.NOT_FOUND:
+            kind = TicketUnknown
+        raise kind(f"{error.code().name}: {error.details()}") from error
 
 
 def _weights(weights: WeightsPublished) -> pb.WeightsRef:
@@ -95,4 +148,4 @@ def _weights(weights: WeightsPublished) -> pb.WeightsRef:
 def _chunk(message: pb.TokenChunk) -> Chunk:
     return Chunk(message.index, np.frombuffer(message.token_ids, "<i4"), np.frombuffer(message.logprobs, "<f4"),
                  np.frombuffer(message.behaviour_logprobs, "<f4"), tuple(message.versions), message.finish,
-                 message.detail)
+                 message.detail, tuple(message.kv_versions), message.num_reused)

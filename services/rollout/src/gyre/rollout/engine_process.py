@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import os
 from functools import partial
 from pathlib import Path
 
 from gyre.contracts.errors import ConfigError, EngineError
-from gyre.policy.config import PolicyConfig
 from gyre.proto.common.v1 import status_pb2
 from gyre.proto.rollout.v1 import engine_pb2_grpc as pb_grpc
+from gyre.rollout.engine_backends import Site, build
 from gyre.rollout.engine_cell import EngineCell
 from gyre.rollout.engine_rpc import SERVICE, EngineRpc
-from gyre.rollout.engines.base import Engine
-from gyre.rollout.engines.scripted import ScriptedConfig, ScriptedEngine, seeded_script
-from gyre.rollout.engines.weights import NoWeights, PulledWeights, WeightsLoader
+from gyre.rollout.engines.choose import Choice
+from gyre.rollout.engines.server_process import ServerPlace, reachable_host
 from gyre.runtime import rpc
-from gyre.runtime.config import RunConfig
 from gyre.runtime.devices import DeviceLock
 from gyre.runtime.process import Process
 from gyre.transfer import Address, Transfer, TransferConfig, backends_of
 
-READ_TIMEOUT_S = 300.0  # one-sided read of all weights
-
 
 async def serve_engine(process: Process) -> None:
     """Runs until the process is asked to stop. Raises ConfigError for a cell the deployment does not have."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it says every call to an engine's server
     cell = process.index
     if cell is None or not 0 <= cell < len(process.deployment.engines):
         raise ConfigError(f"cell = {cell}: the deployment has engines 0..{len(process.deployment.engines) - 1}")
     with Transfer(_transfer_config(process, cell)) as transfer:
-        engine, loader = build_engine(process.config, process.config_dir, transfer)
-        held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), loader)
-        service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held))
+        built = build(_site(process, transfer, cell))
+        engine = built.engine
+        held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), built.loader)
+        service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held, built.choice))
         listen = process.deployment.engines[cell].listen
         server = rpc.Server(listen, [(SERVICE, partial(pb_grpc.add_EngineServiceServicer_to_server, service))])
         await server.start()
@@ -47,17 +45,12 @@ async def serve_engine(process: Process) -> None:
         raise EngineError("the engine failed; its log has the reason")
 
 
-def build_engine(config: RunConfig, config_dir: Path, transfer: Transfer) -> tuple[Engine, WeightsLoader]:
-    """The configured backend and where its weights come from. Only the torch backend imports torch."""
-    settings = config.engine
-    if settings.backend == "scripted":
-        policy = PolicyConfig.from_hf(json.loads((config_dir / config.policy.checkpoint / "config.json").read_text()))
-        script = seeded_script(policy.vocab_size, settings.script_token_ms / 1000)
-        bounds = ScriptedConfig(settings.kv_tokens, settings.max_running, settings.max_waiting)
-        return ScriptedEngine(script, bounds), NoWeights()
-    from gyre.rollout.torch_engine.build import torch_engine
-
-    return torch_engine(config, config_dir, transfer), PulledWeights(transfer, READ_TIMEOUT_S)
+def _site(process: Process, transfer: Transfer, cell: int) -> Site:
+    deployment = process.deployment
+    host = reachable_host(deployment.engines[cell].listen)
+    log = Path(deployment.log_dir) / f"{process.name}.server.log"
+    place = ServerPlace(host, log, Path(deployment.cells_dir) / str(cell) / "server")
+    return Site(process.config, process.config_dir, transfer, place, Path(deployment.cells_dir))
 
 
 def _transfer_config(process: Process, cell: int) -> TransferConfig:
@@ -76,15 +69,17 @@ async def _first_of(*events: asyncio.Event) -> None:
         wait.cancel()
 
 
-def _status(process: Process, held: EngineCell) -> status_pb2.Status:
+def _status(process: Process, held: EngineCell, choice: Choice) -> status_pb2.Status:
     report = held.load_report()
+    state = "admitting" if report.admitting else ("asleep" if report.asleep else "not admitting")
     gauges = {
         "running": report.num_running, "waiting": report.num_waiting, "kv_tokens_free": report.kv_tokens_free,
         "tokens_sampled": report.num_tokens_sampled, "tokens_prefilled": report.num_tokens_prefilled,
         "tokens_reused": report.num_tokens_reused, "preempted": report.num_preempted,
+        "held": report.num_held,
     }  # fmt: skip
     return status_pb2.Status(
         process=process.name, service="rollout", run=process.run, pid=os.getpid(), uptime_s=process.uptime_s,
         cell=process.index, role="rollout" if held.awake else "", epoch=held.epoch, weights_version=report.version,
-        gauges=gauges, detail="admitting" if report.admitting else ("asleep" if report.asleep else "not admitting"),
+        gauges=gauges, detail=f"{state}; engine {choice.backend} ({choice.why})",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 INVALID_ARGUMENT: the request can never be served. UNAVAILABLE: admission is closed or the devices are taken; try again
 or elsewhere. RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: a stale epoch, or weights that do not verify.
+The calls that move requests are in `engine_moves.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy as np
 from gyre.contracts.errors import EngineError
 from gyre.proto.common.v1 import status_pb2
 from gyre.proto.rollout.v1 import engine_pb2 as pb
-from gyre.proto.rollout.v1 import engine_pb2_grpc as pb_grpc
 from gyre.rollout.engine_cell import DevicesTaken, EngineCell
+from gyre.rollout.engine_moves import EngineMoves
 from gyre.rollout.engines.base import (
     AdmissionClosed,
     EngineBusy,
@@ -42,11 +43,11 @@ _CODES: tuple[tuple[type[EngineError], grpc.StatusCode], ...] = (
 Context = grpc.aio.ServicerContext
 
 
-class EngineRpc(pb_grpc.EngineServiceServicer):
+class EngineRpc(EngineMoves):
     """`flush_s`: how long a sampled token may wait for company; the terminal event waits for nothing."""
 
     def __init__(self, cell: EngineCell, flush_s: float, status: Callable[[], status_pb2.Status]) -> None:
-        self._cell = cell
+        super().__init__(cell)
         self._flush_s = flush_s
         self._status = status
 
@@ -102,12 +103,13 @@ class EngineRpc(pb_grpc.EngineServiceServicer):
         return pb.ProbeResponse(version=probe.version, checksum=probe.checksum, ok=probe.ok, detail=probe.detail)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.LoadReport:
-        report = self._cell.load_report()
+        report, can = self._cell.load_report(), self._cell.engine.capabilities
         return pb.LoadReport(
             num_running=report.num_running, num_waiting=report.num_waiting, kv_tokens_free=report.kv_tokens_free,
             kv_tokens_total=report.kv_tokens_total, version=report.version, asleep=report.asleep,
             admitting=report.admitting, num_tokens_sampled=report.num_tokens_sampled,
             num_tokens_prefilled=report.num_tokens_prefilled, num_tokens_reused=report.num_tokens_reused,
+            migration=can.migration, layout=can.layout, num_preempted=report.num_preempted, num_held=report.num_held,
         )  # fmt: skip
 
     async def GetStatus(self, request: status_pb2.StatusRequest, context: Context) -> status_pb2.Status:
@@ -134,6 +136,7 @@ def _request_of(request: pb.GenerateRequest) -> GenerateRequest:
         seed=request.seed,
         namespace=request.namespace,
         num_emitted=request.num_emitted,
+        ticket=request.ticket,
     )
 
 
@@ -147,6 +150,7 @@ def _chunk_of(events: Sequence[Event]) -> pb.TokenChunk:
     tokens = [event for event in events if isinstance(event, TokenEvent)]
     finish = last if isinstance(last, Finish) else None
     num = len(tokens)
+    is_carried = any(t.kv_version != t.weights_version for t in tokens)
     return pb.TokenChunk(
         index=tokens[0].index if tokens else 0,
         token_ids=struct.pack(f"<{num}i", *(t.token_id for t in tokens)),
@@ -155,4 +159,6 @@ def _chunk_of(events: Sequence[Event]) -> pb.TokenChunk:
         versions=[t.weights_version for t in tokens],
         finish=finish.reason if finish else "",
         detail=finish.detail if finish else "",
+        kv_versions=[t.kv_version for t in tokens] if is_carried else [],
+        num_reused=finish.num_reused if finish else 0,
     )

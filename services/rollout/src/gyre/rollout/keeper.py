@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from gyre.contracts.errors import EngineError
 from gyre.contracts.events import WeightsPublished
+from gyre.rollout.attempt import EngineGone
 from gyre.rollout.engine_client import Observed
 from gyre.rollout.local import EngineAsleep, EngineServing, SettleCell
-from gyre.rollout.router import EngineGone, Router
+from gyre.rollout.router import Router
 from gyre.runtime import telemetry
 from gyre.runtime.clock import Clock
 
@@ -72,6 +73,7 @@ class Keeper:
             except EngineError as error:
                 log.info("cell %d: %s", self.cell, error)
                 self.observed = None
+                self._router.observe(self.cell, None)
                 if isinstance(error, EngineGone):
                     self._router.set_admitting(self.cell, False)
             await self._pause()
@@ -88,6 +90,7 @@ class Keeper:
         """One comparison and what follows from it. Raises EngineError."""
         self._wake.clear()
         self.observed = await self._engine.observe()
+        self._router.observe(self.cell, self.observed)
         wanted = self._wanted
         if wanted is None:
             return
@@ -104,14 +107,16 @@ class Keeper:
             if not observed.asleep:
                 await self._engine.set_admission(False)
                 with telemetry.span("gyre.rollout.drain", gyre__calls=self._router.num_live(self.cell)):
-                    num_moved, num_replayed = await self._router.drain(self.cell, self._drain_timeout_s)
+                    num_moved, num_replayed = await self._router.drain(self.cell, self._drain_timeout_s,
+                                                                           wanted.epoch)
             # Also when it sleeps already: the epoch is new, and the lock has to be free under it.
             await self._engine.sleep(wanted.epoch)
             self._said = (wanted.epoch, -1)
             await self._post(EngineAsleep(self.cell, wanted.epoch, num_moved, num_replayed))
 
     async def _serve(self, wanted: SettleCell, weights: WeightsPublished, observed: Observed) -> None:
-        if self._said == (wanted.epoch, weights.version) and observed == Observed(weights.version, False, True):
+        serves = (observed.version, observed.asleep, observed.admitting) == (weights.version, False, True)
+        if serves and self._said == (wanted.epoch, weights.version):
             self._router.set_admitting(self.cell, True)
             return
         with telemetry.span("gyre.engine.wake", self._trace, gyre__cell__id=self.cell, gyre__cell__epoch=wanted.epoch,

@@ -1,19 +1,23 @@
 """Which engine a call goes to, and how a call outlives its engine.
 
-A call goes to the engine that served its execution last, if that one admits, else to the least loaded one. When no
-engine admits, the call waits: the harness sees a pause. When its engine dies or is drained, the call is replayed on
-another one: prompt + emitted tokens, budget reduced, so no token is lost or said twice.
+A call goes to the engine that served its execution last, if that one admits; else to one that holds a prefix of it, else
+to the least loaded one. When no engine admits, the call waits: the harness sees a pause. When its engine is drained, the
+call moves to another one with what was computed (`drain.py`); when that cannot be, or the engine dies, it is replayed:
+prompt + emitted tokens, budget reduced. No token is lost or said twice.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
 from gyre.contracts.errors import EngineError
-from gyre.contracts.events import FinishReason, Sampling, VersionSpan
+from gyre.rollout.attempt import Attempt, EngineGone, EngineRefused, Job, Output, attempt_of, settled
+from gyre.rollout.drain import Drain
+from gyre.rollout.engine_client import Observed
+from gyre.rollout.live_call import LiveCall, Route, Stall
+from gyre.rollout.migration import EnginePeer, MoveLimits
+from gyre.rollout.routes import Availability, MoveCounts, Routes, leaves_in_order
 from gyre.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -27,173 +31,54 @@ class RouterLimits:
     max_engine_errors: int = 2  # `finish = error` answers before the call fails
     stall_timeout_s: float = 3600.0  # wait for an engine that admits
     call_timeout_s: float = 3600.0  # one attempt on one engine
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One call: `prompt` int32 [T]; at most `max_tokens` output tokens."""
-
-    request_id: str
-    execution: str
-    prompt: np.ndarray
-    max_tokens: int
-    sampling: Sampling
-    stop_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One try of a job on one engine; the last `num_emitted` ids of `prompt` are output that earlier tries sampled."""
-
-    request_id: str
-    namespace: str
-    prompt: np.ndarray
-    max_tokens: int
-    sampling: Sampling
-    stop_ids: tuple[int, ...]
-    num_emitted: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of an attempt. `index`: place of the first one in the whole output. The last chunk has a `finish`."""
-
-    index: int
-    ids: np.ndarray
-    logprobs: np.ndarray
-    behaviour_logprobs: np.ndarray
-    versions: tuple[int, ...]
-    finish: str = ""
-    detail: str = ""
-
-
-class EngineGone(EngineError):
-    """The engine cannot be reached or gave up the request; another one may serve it."""
-
-
-class EngineRefused(EngineError):
-    """The engine will never serve this request."""
-
-
-class EngineClient(Protocol):
-    """One engine as the router sees it."""
-
-    def generate(self, attempt: Attempt) -> AsyncIterable[Chunk]:
-        """Raises EngineGone or EngineRefused."""
-        ...
-
-
-class Output:
-    """What was sampled so far, over all attempts of a call."""
-
-    def __init__(self, on_tokens: Callable[[list[int]], None] | None = None) -> None:
-        self.ids: list[int] = []
-        self.versions: list[int] = []
-        self.finish: FinishReason | None = None
-        self.cell = 0
-        self._logprobs: list[np.ndarray] = []
-        self._behaviour: list[np.ndarray] = []
-        self._on_tokens = on_tokens
-
-    def take(self, chunk: Chunk) -> None:
-        """Append a chunk. Raises EngineGone if it does not continue what is there."""
-        new = chunk.ids.tolist()
-        if not new:
-            return
-        if chunk.index != len(self.ids):
-            raise EngineGone(f"chunk begins at {chunk.index}, but {len(self.ids)} tokens were emitted")
-        if not len(new) == len(chunk.versions) == len(chunk.logprobs) == len(chunk.behaviour_logprobs):
-            raise EngineGone(f"chunk of {len(new)} ids has {len(chunk.versions)} versions and "
-                             f"{len(chunk.logprobs)}/{len(chunk.behaviour_logprobs)} logprobs")
-        self.ids.extend(new)
-        self.versions.extend(chunk.versions)
-        self._logprobs.append(chunk.logprobs)
-        self._behaviour.append(chunk.behaviour_logprobs)
-        if self._on_tokens:
-            self._on_tokens(new)
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids int32, logprobs float32, behaviour logprobs float32), each [T]."""
-        return (np.asarray(self.ids, np.int32), _joined(self._logprobs), _joined(self._behaviour))
-
-    def spans(self) -> tuple[VersionSpan, ...]:
-        """Runs of equal weights version."""
-        spans: list[VersionSpan] = []
-        start = 0
-        for end in range(1, len(self.versions) + 1):
-            if end == len(self.versions) or self.versions[end] != self.versions[start]:
-                spans.append(VersionSpan(start, end, self.versions[start]))
-                start = end
-        return tuple(spans)
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.float32, copy=False) if parts else np.empty(0, np.float32)
-
-
-class Stall(Protocol):
-    """Counts the time a call waits while no engine admits."""
-
-    def begin(self, now: float) -> None: ...
-
-    def end(self, now: float) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Engine:
-    cell: int
-    client: EngineClient
-    admitting: bool = False
-    live: set[asyncio.Task[None]] = field(default_factory=set)
+    max_live: int = 2**31  # calls that an engine runs at once
+    moves: MoveLimits = field(default_factory=MoveLimits)
 
 
 class Router:
-    """Routes of all live calls. One event loop owns it."""
+    """Routes of all live calls. One event loop owns it.
 
-    def __init__(self, clients: dict[int, EngineClient], limits: RouterLimits, clock: Clock) -> None:
-        self._engines = {cell: _Engine(cell, client) for cell, client in clients.items()}
+    `availability(cell)` grows with the time the cell will go on serving. `prefix` begins the names of tickets; another
+    life of the service has another one.
+    """
+
+    def __init__(self, peers: Mapping[int, EnginePeer], limits: RouterLimits, clock: Clock,
+                 availability: Availability = leaves_in_order, prefix: str = "") -> None:
+        self._routes = Routes(peers, availability, limits.max_live)
+        self._drain = Drain(self._routes, limits.moves, prefix)
         self._limits = limits
         self._clock = clock
-        self._affinity: dict[str, int] = {}
-        self._admits = asyncio.Event()
         self.num_replayed = 0
 
-    # ------------------------------------------------------------ admission
+    # ------------------------------------------------------------ engines
 
     def set_admitting(self, cell: int, admitting: bool) -> None:
         """Open or stop an engine for new calls; live ones go on."""
-        self._engines[cell].admitting = admitting
-        if any(e.admitting for e in self._engines.values()):
-            self._admits.set()
-        else:
-            self._admits.clear()
+        self._routes.set_admitting(cell, admitting)
 
     def is_admitting(self, cell: int) -> bool:
-        return self._engines[cell].admitting
+        return self._routes.engines[cell].admitting
 
     def num_live(self, cell: int) -> int:
         """Calls that are on the engine now."""
-        return len(self._engines[cell].live)
+        return len(self._routes.engines[cell].live)
+
+    def observe(self, cell: int, said: Observed | None) -> None:
+        """What the engine says of itself; None: it cannot be reached."""
+        self._routes.observe(cell, said)
+
+    @property
+    def counts(self) -> MoveCounts:
+        return self._routes.counts
 
     def forget(self, execution: str) -> None:
         """The execution has ended; its affinity goes."""
-        self._affinity.pop(execution, None)
+        self._routes.forget(execution)
 
-    async def drain(self, cell: int, timeout_s: float) -> tuple[int, int]:
-        """Empty an engine that no longer admits. Returns (moved, replayed).
-
-        Its calls are replayed elsewhere if another engine admits; otherwise they may end within `timeout_s` and are
-        cut off then, to go on wherever admission opens next. Cached prefixes are not moved yet, so `moved` is 0.
-        """
-        engine = self._engines[cell]
+    async def drain(self, cell: int, timeout_s: float, epoch: int = 0) -> tuple[int, int]:
+        """Empty an engine for the transition of its cell to `epoch`; it stops admitting. Returns (moved, replayed)."""
         self.set_admitting(cell, False)
-        if engine.live and not self._admits.is_set():
-            await asyncio.wait(set(engine.live), timeout=timeout_s)
-        cut = [task for task in engine.live if task.cancel()]
-        if cut:
-            await asyncio.wait(cut)
-        return 0, len(cut)
+        return await self._drain.run(cell, epoch, timeout_s)
 
     # ------------------------------------------------------------ calls
 
@@ -204,85 +89,103 @@ class Router:
             EngineRefused: no engine will serve it.
             EngineError: engines failed too often, or none admitted in time.
         """
-        errors, last = 0, ""
-        for number in range(self._limits.max_replays):
-            engine = await self._choose(job.execution, stall)
-            output.finish = None
+        call = LiveCall(job, output, stall, self._clock)
+        try:
+            await self._run(call)
+        finally:
+            call.over()
+
+    async def _run(self, call: LiveCall) -> None:
+        failures = errors = 0
+        last = ""
+        while failures < self._limits.max_replays and errors <= self._limits.max_engine_errors:
+            route = await self._route(call)
+            finish = ""
             try:
-                await self._attempt(engine, job, output, number)
+                finish = await self._attempt(route, call)
             except EngineGone as error:
                 last = str(error)
-                log.warning("cell %d: %s: %s", engine.cell, job.request_id, error)
-            output.finish = _settled(output, job)
-            if output.finish in ("stop", "length"):
+                log.warning("cell %d: %s: %s", route.engine.cell, call.request_id, error)
+            call.output.finish = settled(call.output, call.job, finish)
+            if call.output.finish is not None:
                 return
-            errors += output.finish == "error"
-            if errors > self._limits.max_engine_errors:
-                break
-            self.num_replayed += 1
-        raise EngineError(f"{job.request_id}: engines failed it too often{last and f'; the last one: {last}'}")
+            call.num_unfinished += 1
+            call.pause()
+            failures += finish != "moved"
+            errors += finish == "error"
+            await call.decision()
+            call.pause()
+            call.number += 1
+        raise EngineError(f"{call.job.request_id}: engines failed it too often{last and f'; the last one: {last}'}")
 
-    async def _choose(self, execution: str, stall: Stall) -> _Engine:
-        while not self._admits.is_set():
-            stall.begin(self._clock.now())
+    async def _route(self, call: LiveCall) -> Route:
+        """Where the call goes next: as the move that stopped it says, else wherever it may be served."""
+        route = None
+        while call.routes and route is None:
+            route = call.routes.popleft()
+            if not (route.ticket or route.engine.admitting):
+                route = None
+        if route is None:
+            route = await self._choose(call)
+        self._routes.affinity[call.job.execution] = route.engine.cell
+        if call.number and not route.ticket:
+            self.num_replayed += 1
+            self.counts.replayed[route.reason] += 1
+        return route
+
+    async def _choose(self, call: LiveCall) -> Route:
+        execution = call.job.execution
+        arriving = self._routes.arriving.get(execution)
+        if arriving is not None:
+            call.pause()
+            await asyncio.wait({arriving}, timeout=self._limits.moves.total_s)
+        while not self._routes.admits.is_set():
+            call.pause()
             try:
                 async with asyncio.timeout(self._limits.stall_timeout_s):
-                    await self._admits.wait()
+                    await self._routes.admits.wait()
             except TimeoutError:
                 raise EngineError(f"no engine admitted for {self._limits.stall_timeout_s} s") from None
-            finally:
-                stall.end(self._clock.now())
-        home = self._engines.get(self._affinity.get(execution, -1))
-        if home is None or not home.admitting:
-            home = min((e for e in self._engines.values() if e.admitting), key=lambda e: (len(e.live), e.cell))
-            self._affinity[execution] = home.cell
-        return home
+        if call.number == 0:
+            call.resume()  # from here on it waits for its own tokens
+        return Route(self._routes.home(execution), reason=call.reason or "gone")
 
-    async def _attempt(self, engine: _Engine, job: Job, output: Output, number: int) -> None:
-        """One try, in a task of its own, so that `drain` can end the try without ending the call."""
-        task = asyncio.create_task(self._stream(engine, _attempt_of(job, output, number, self._limits), output))
-        engine.live.add(task)
-        task.add_done_callback(engine.live.discard)
+    async def _attempt(self, route: Route, call: LiveCall) -> str:
+        """One try, in a task of its own, so that the try can be ended without the call. Returns the engine's finish."""
+        engine, call.reason = route.engine, ""
+        attempt = attempt_of(call.job, call.output, call.number, self._limits.call_timeout_s, route.ticket)
+        task = asyncio.create_task(self._stream(call, engine.peer, attempt))
+        call.begin(route, attempt.request_id, task)
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             task.cancel()
             raise
+        finally:
+            call.end()
         if task.cancelled():
-            raise EngineGone("drained")
-        output.cell = engine.cell
+            raise EngineGone(call.reason)
+        call.output.cell = engine.cell
         error = task.exception()
-        if isinstance(error, EngineGone) or output.finish == "abort":
+        if isinstance(error, EngineGone) or (error is None and task.result() == "abort"):
             # Whoever watches the engine opens it again once it answers.
             self.set_admitting(engine.cell, False)
+        if isinstance(error, EngineRefused) and call.number:
+            raise EngineGone(f"refuses what another engine took: {error}")
         if error is not None:
             raise error
+        self._routes.holds(call.job.execution, engine.cell, call.num_tokens())
+        return task.result()
 
-    async def _stream(self, engine: _Engine, attempt: Attempt, output: Output) -> None:
-        async for chunk in engine.client.generate(attempt):
-            output.take(chunk)
+    async def _stream(self, call: LiveCall, peer: EnginePeer, attempt: Attempt) -> str:
+        number = call.number
+        async for chunk in peer.generate(attempt):
+            if not call.take(number, chunk):
+                raise EngineGone("the call went on without it")
             if chunk.finish:
                 if chunk.finish in ("error", "abort"):
-                    log.warning("cell %d: %s: %s %s", engine.cell, attempt.request_id, chunk.finish, chunk.detail)
-                output.finish = chunk.finish  # type: ignore[assignment]
-                return
+                    log.warning("%s: %s %s", attempt.request_id, chunk.finish, chunk.detail)
+                if number and chunk.finish in ("stop", "length"):
+                    self.counts.num_tokens_recomputed += max(0, len(attempt.prompt) - 1 - chunk.num_reused)
+                return chunk.finish
         raise EngineGone("the stream ended without a finish")
-
-
-def _settled(output: Output, job: Job) -> FinishReason | None:
-    """The finish of a call after a try: an engine that died may have said the last token, but not that it was."""
-    if output.finish in ("stop", "length"):
-        return output.finish
-    if output.ids and output.ids[-1] in job.stop_ids:
-        return "stop"
-    return "length" if len(output.ids) >= job.max_tokens else output.finish
-
-
-def _attempt_of(job: Job, output: Output, number: int, limits: RouterLimits) -> Attempt:
-    """The next try of `job`: what was emitted becomes the end of the prompt and is taken off the budget."""
-    prompt = job.prompt
-    if output.ids:
-        prompt = np.concatenate((prompt, np.asarray(output.ids, np.int32)))
-    request_id = f"{job.request_id}.{number}" if number else job.request_id
-    return Attempt(request_id, job.execution, prompt, job.max_tokens - len(output.ids), job.sampling, job.stop_ids,
-                   len(output.ids), limits.call_timeout_s)

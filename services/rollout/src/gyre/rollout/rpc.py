@@ -50,10 +50,15 @@ class RolloutRpc(pb_grpc.RolloutServiceServicer):
         process, state, router = self._view.process, self._view.state(), self._view.router
         num_live = {cell: router.num_live(cell) for cell in self._view.keepers}
         admitting = [cell for cell in self._view.keepers if router.is_admitting(cell)]
+        counts = router.counts
         gauges = {"waterlevel": float(len(state.executions)), "terminated": float(state.num_terminated),
                   "calls_live": float(sum(num_live.values())), "calls_replayed": float(router.num_replayed),
                   "calls_faulty": float(self._view.calls.num_faulty), "engines_admitting": float(len(admitting)),
-                  "outbox": float(self._view.outbox_depth())}
+                  "outbox": float(self._view.outbox_depth()), "calls_moved": float(counts.num_moved),
+                  "prefixes_moved": float(counts.num_prefixes_moved), "tokens_moved": float(counts.num_tokens_moved),
+                  "bytes_moved": float(counts.num_bytes_moved),
+                  "tokens_recomputed": float(counts.num_tokens_recomputed),
+                  **{f"calls_replayed_{reason}": float(num) for reason, num in sorted(counts.replayed.items())}}
         detail = f"{len(state.executions)} executions, cells that admit: {admitting or 'none'}"
         return status_pb2.Status(
             process=process.name, service="rollout", run=process.run, pid=os.getpid(), uptime_s=process.uptime_s,

@@ -18,7 +18,7 @@ from gyre.contracts.events import CellRoleAssigned, CellTrainReleased, GroupDisp
 from gyre.contracts.subjects import CTL, TRAIN
 from gyre.policy.tokenizer import ChatTokenizer
 from gyre.proto.rollout.v1 import service_pb2_grpc as pb_grpc
-from gyre.rollout.config import call_settings, executor_settings, sandbox_settings, split_listen
+from gyre.rollout.config import call_settings, executor_settings, router_limits, sandbox_settings, split_listen
 from gyre.rollout.core import RolloutCore, State
 from gyre.rollout.engine_client import GrpcEngine
 from gyre.rollout.executor import Executor
@@ -31,7 +31,7 @@ from gyre.rollout.gateway.session import Sessions
 from gyre.rollout.harness.process import ProcessHarness
 from gyre.rollout.keeper import Keeper
 from gyre.rollout.local import CallFinished, LimitFired, OpenGateway, ServiceWasAway, SettleCell
-from gyre.rollout.router import Router, RouterLimits
+from gyre.rollout.router import Router
 from gyre.rollout.rpc import SERVICE, RolloutRpc, View
 from gyre.runtime import rpc, telemetry
 from gyre.runtime.process import Process
@@ -53,7 +53,8 @@ class Rollout:
         self.service: Service[State] | None = None
         self.resumed = asyncio.Event()
         engines = {cell: GrpcEngine(rpc.channel(endpoint.address)) for cell, endpoint in enumerate(deployment.engines)}
-        self.router = Router(engines, RouterLimits(), process.clock)
+        # Tickets of an earlier life may still be held somewhere: this life's are named otherwise.
+        self.router = Router(engines, router_limits(config), process.clock, prefix=f"{os.urandom(4).hex()}/")
         self.archive = CallArchive(state_dir / "rollout-calls.sqlite", deployment.durability)
         self.sessions = Sessions(_gateway_key(state_dir / "gateway.key"), self.archive)
         self.calls = Calls(call_settings(config), Renderer(tokenizer), self.router, self.archive, self._commit,

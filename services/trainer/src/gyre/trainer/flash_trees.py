@@ -1,23 +1,29 @@
-"""Tree attention on a CPU out of plain flash attention: no mask, no copy of a prefix, one node in the graph.
+"""Tree attention on a CPU out of plain flash attention: no mask, one node in the graph.
 
-A run attends to each range of its ancestors without a mask and to itself causally. Each part gives its own output and
-its logarithm of the sum of exponentials (LSE); the parts merge exactly:
+A run attends to its ancestors without a mask and to itself causally. Each part gives its own output and its logarithm
+of the sum of exponentials (LSE); the parts merge exactly:
 
     lse = log(sum_p exp(lse_p))      out = sum_p exp(lse_p - lse) out_p
 
 Backward runs part by part too: the flash kernel's backward needs only the whole output and the whole LSE to give the
 part's share of every gradient. (The merge is that of Hydragen and of cascade inference, here with its backward.)
+Ancestors that lie apart are put side by side for the call, and given up after it.
 
 Axes: T packed tokens, H query heads, K key/value heads, G = H / K, S tokens of a run, A tokens of a part, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from gyre.trainer.runs import Run
+
+#: Sequences are cut into pieces of this many tokens if they are shorter than CUT_BELOW (measured, one CPU thread).
+PIECE, CUT_BELOW = 192, 4096
+
+Spans = tuple[tuple[int, int], ...]
 
 _forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
@@ -32,17 +38,36 @@ class FlashTrees:
     """The runs of packed trees (`gyre.policy.attention.Attention`)."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = tuple(runs)
+        self._runs = tuple(piece for run in runs for piece in pieces_of(run))
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         return _Attend.apply(q_THD, k_TKD, v_TKD, self._runs)
 
 
-def _parts(run: Run) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, whether it is the run itself) of everything a run looks at."""
-    for start, end in run.ancestors:
-        yield start, end, False
-    yield run.start, run.end, True
+def pieces_of(run: Run) -> list[Run]:
+    """A run without ancestors, cut where that is faster: the causal kernel takes more queries at a time the longer a
+    sequence is, and so looks at more keys that none of them may see. From CUT_BELOW tokens on that is a small share."""
+    if run.ancestors or not 2 * PIECE <= run.end - run.start < CUT_BELOW:
+        return [run]
+    starts = range(run.start, run.end, PIECE)
+    return [Run(start, min(start + PIECE, run.end), ((run.start, start),) if start > run.start else ()) for start in starts]
+
+
+def _parts(run: Run) -> list[tuple[Spans, bool]]:
+    """(ranges of tokens, whether they are the run itself) of what a run looks at."""
+    own = ((run.start, run.end),), True
+    return [(run.ancestors, False), own] if run.ancestors else [own]
+
+
+def _joined(x_TKD: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """[A, K, D]: a view of one range, a copy of several."""
+    (start, end), *others = spans
+    return torch.cat([x_TKD[a:b] for a, b in spans]) if others else x_TKD[start:end]
+
+
+def _add(total_TKD: torch.Tensor, spans: Spans, grad_AKD: torch.Tensor) -> None:
+    for (start, end), grad in zip(spans, grad_AKD.split([b - a for a, b in spans]), strict=True):
+        total_TKD[start:end] += grad
 
 
 class _Attend(torch.autograd.Function):
@@ -54,7 +79,7 @@ class _Attend(torch.autograd.Function):
         lse_HT = torch.empty(q_THD.shape[1], q_THD.shape[0], dtype=torch.promote_types(q_THD.dtype, torch.float32))
         for run in runs:
             q_SHD = q_THD[run.start:run.end]
-            found = [_attend_part(q_SHD, k_TKD[a:b], v_TKD[a:b], is_own) for a, b, is_own in _parts(run)]
+            found = [_attend_part(q_SHD, _joined(k_TKD, spans), _joined(v_TKD, spans), is_own) for spans, is_own in _parts(run)]
             out_THD[run.start:run.end], lse_HT[:, run.start:run.end] = _merge(found)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, lse_HT)
         ctx.runs = runs
@@ -67,12 +92,12 @@ class _Attend(torch.autograd.Function):
         dq_THD, dk_TKD, dv_TKD = (torch.zeros(x.shape, dtype=wide) for x in (q_THD, k_TKD, v_TKD))
         for run in ctx.runs:
             here = slice(run.start, run.end)
-            for start, end, is_own in _parts(run):
-                dq, dk, dv = _part_gradients(grad_THD[here], q_THD[here], k_TKD[start:end], v_TKD[start:end],
+            for spans, is_own in _parts(run):
+                dq, dk, dv = _part_gradients(grad_THD[here], q_THD[here], _joined(k_TKD, spans), _joined(v_TKD, spans),
                                              out_THD[here], lse_HT[:, here], is_own)
                 dq_THD[here] += dq
-                dk_TKD[start:end] += dk
-                dv_TKD[start:end] += dv
+                _add(dk_TKD, spans, dk)
+                _add(dv_TKD, spans, dv)
         return dq_THD.to(q_THD.dtype), dk_TKD.to(k_TKD.dtype), dv_TKD.to(v_TKD.dtype), None
 
 

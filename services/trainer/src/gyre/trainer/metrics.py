@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 SAMPLED_UNDER = "sampled_under_"  # + version: how many targets were sampled under it
-COUNTS = ("broken_micro_steps", "checkpointed", "depth_first")  # the last two: micro-steps that did not fit whole
+WAYS = ("depth_first", "checkpointed")  # of micro-steps that did not fit whole, the slowest first
+COUNTS = ("broken_micro_steps", *WAYS)
 CLIP_SHARE_WARNING = 0.5  # of targets
 
 
@@ -27,6 +28,12 @@ def add_sums(totals: dict[str, float], sums: Mapping[str, float]) -> None:
             totals[name] = max(totals.get(name, value), value)
         else:
             totals[name] = totals.get(name, 0.0) + value
+
+
+def of_one_micro_step(sums: Mapping[str, float]) -> dict[str, float]:
+    """The sums of all parts of a micro-step as its own: it counts once, under the slowest way that a part of it took."""
+    taken = [way for way in WAYS if way in sums]
+    return {n: v for n, v in sums.items() if n not in WAYS} | dict.fromkeys(taken[:1], 1.0)
 
 
 def means(totals: Mapping[str, float], num_targets: int, version: int) -> dict[str, float]:

@@ -5,7 +5,7 @@
     depth_first    one path at a time (`depth_first.py`), for what fits in neither way
 
 What a token costs is measured on the model itself, once: a few tokens are passed through it and what autograd holds is
-counted.
+counted. Ranks that cut the weights between them take these ways together (`backends/ways.py`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TreeTraining:
     @cached_property
     def held(self) -> HeldBytes:
         """Measured at first use."""
-        return HeldBytes(*(_held_per_token(self._model, checkpoints) for checkpoints in (False, True)))
+        return held_bytes(self._model)
 
     def way(self, micro_step: MicroStep) -> Way:
         return self.held.way(micro_step.num_tokens, self._model.config.num_layers, self._budget)
@@ -69,22 +69,17 @@ class TreeTraining:
         """Give `add` the gradients in the order of the model's parameters, in one or more pieces; returns metric sums."""
         way = self.way(micro_step)
         if way == "depth_first":
-            return _with_counts(micro_step, self._depth_first(micro_step, add)).sums | {way: 1.0}
-        output = tree_loss(self._model, micro_step, self._loss, self._reference, layer_checkpoints=way == "checkpointed")
-        add(torch.autograd.grad(output.loss, list(self._model.parameters()), allow_unused=True))
-        return output.sums | ({} if way == "whole" else {way: 1.0})
+            block_tokens = self.held.block_tokens(self._budget)
+            output = walked_loss(self._model, micro_step, self._loss, block_tokens, add, self._reference)
+        else:
+            output = tree_loss(self._model, micro_step, self._loss, self._reference, layer_checkpoints=way == "checkpointed")
+            add(torch.autograd.grad(output.loss, list(self._model.parameters()), allow_unused=True))
+        return counted(output.sums, way)
 
-    def _depth_first(self, micro_step: MicroStep, add: Sink) -> LossOutput:
-        block_tokens = self.held.block_tokens(self._budget)
-        engine = DepthFirst(self._model, micro_step, self._loss.temperature, block_tokens)
-        scores, reference_K = engine.scores(), None
-        if self._reference is not None:
-            other = DepthFirst(self._reference, micro_step, self._loss.temperature, block_tokens)
-            reference_K = other.scores().logprob_K
-        targets = targets_of(micro_step, scores.logprob_K, scores.entropy_K, reference_K)
-        output, dlogprob_K, dentropy_K = loss_gradient(targets, self._loss)
-        engine.gradients(dlogprob_K, list(self._model.parameters()), add, dentropy_K)
-        return output
+
+def counted(sums: dict[str, float], way: Way) -> dict[str, float]:
+    """The sums of a micro-step, and that it did not fit whole."""
+    return sums if way == "whole" else sums | {way: 1.0}
 
 
 def tree_loss(model: PolicyModel, micro_step: MicroStep, loss: LossConfig, reference: PolicyModel | None = None,
@@ -101,9 +96,27 @@ def tree_loss(model: PolicyModel, micro_step: MicroStep, loss: LossConfig, refer
     return _with_counts(micro_step, policy_loss(targets, loss))
 
 
+def walked_loss(model: PolicyModel, micro_step: MicroStep, loss: LossConfig, block_tokens: int, add: Sink,
+                reference: PolicyModel | None = None) -> LossOutput:
+    """The same one path at a time; `add` is given the gradients in pieces, in the order of the model's parameters."""
+    engine = DepthFirst(model, micro_step, loss.temperature, block_tokens)
+    scores, reference_K = engine.scores(), None
+    if reference is not None:
+        reference_K = DepthFirst(reference, micro_step, loss.temperature, block_tokens).scores().logprob_K
+    targets = targets_of(micro_step, scores.logprob_K, scores.entropy_K, reference_K)
+    output, dlogprob_K, dentropy_K = loss_gradient(targets, loss)
+    engine.gradients(dlogprob_K, list(model.parameters()), add, dentropy_K)
+    return _with_counts(micro_step, output)
+
+
 def _with_counts(micro_step: MicroStep, output: LossOutput) -> LossOutput:
     counts = sampling_versions(micro_step.version) | {"num_tokens": float(micro_step.num_tokens)}
     return LossOutput(output.loss, output.sums | counts)
+
+
+def held_bytes(model: PolicyModel) -> HeldBytes:
+    """Measured on the model where it lies, with whole weights."""
+    return HeldBytes(*(_held_per_token(model, checkpoints) for checkpoints in (False, True)))
 
 
 def _held_per_token(model: PolicyModel, layer_checkpoints: bool) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from gyre.contracts.errors import EngineError, GyreError
 from gyre.contracts.events import CallEvidence, CallRecorded, call_fault
 from gyre.contracts.ids import call_id
+from gyre.rollout.attempt import EngineRefused, Job, Output
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
 from gyre.rollout.gateway.context import Place
 from gyre.rollout.gateway.detokenize import Detokenizer
@@ -30,7 +31,7 @@ from gyre.rollout.gateway.messages import (
 from gyre.rollout.gateway.render import Prompt, Renderer
 from gyre.rollout.gateway.session import PendingCall, Session, request_key
 from gyre.rollout.gateway.tools import ToolFormat, parse_tool_calls, safe_length
-from gyre.rollout.router import EngineRefused, Job, Output, Router
+from gyre.rollout.router import Router
 from gyre.runtime import telemetry
 from gyre.runtime.clock import Clock
 

@@ -109,8 +109,10 @@ class StagedMover:
         held = self._import(ticket)
         shipping = self._need_shipping()
         async with held.one_at_a_time:
-            if held.is_dropped:
-                raise TicketUnknown(f"ticket: {ticket!r} was dropped")
+            async with self._boundary:
+                if held.is_dropped:
+                    raise TicketUnknown(f"ticket: {ticket!r} was dropped")
+                held.grow(stage.first_block + len(stage.rows))
             indexes = held.missing(stage)
             if indexes:
                 held.is_reading = True

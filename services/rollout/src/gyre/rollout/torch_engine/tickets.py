@@ -151,16 +151,27 @@ class Import:
         self._scheduler = scheduler
         self._digest = b""
         self._size = scheduler.config.block_size
-        num_blocks = -(-reservation.num_tokens // self._size)
         if not 1 <= reservation.num_tokens <= scheduler.longest:
             raise MoveRefused(f"num_tokens: {reservation.num_tokens} must be in 1..{scheduler.longest}")
-        if num_blocks > scheduler.pool.num_available:
-            raise MoveRefused(f"no room: {num_blocks} blocks are wanted, {scheduler.pool.num_available} can be had")
-        taken = [scheduler.pool.allocate(scheduler.version) for _ in range(num_blocks)]
-        self.blocks = [block for block in taken if block is not None]
-        self._ids = np.zeros(num_blocks * self._size, dtype=np.int32)
-        self._filled = np.zeros(num_blocks, dtype=np.int64)  # tokens that have arrived, by block
-        self._checksums: list[bytes] = [b""] * num_blocks
+        self.blocks: list[int] = []
+        self._ids = np.zeros(scheduler.longest + self._size, dtype=np.int32)
+        self._filled: list[int] = []  # tokens that have arrived, by block
+        self._checksums: list[bytes] = []
+        self.grow(-(-reservation.num_tokens // self._size))
+
+    def grow(self, num_blocks: int) -> None:
+        """Takes blocks up to so many, between two iterations: more became known than was expected. Raises MoveRefused."""
+        more, pool = num_blocks - len(self.blocks), self._scheduler.pool
+        if more <= 0 or self.holding is not None:
+            return
+        if num_blocks * self._size >= self._scheduler.longest + self._size:
+            raise MoveRefused(f"stage: {num_blocks} blocks are more than {self._scheduler.longest} tokens")
+        if more > pool.num_available:
+            raise MoveRefused(f"no room: {more} blocks are wanted, {pool.num_available} can be had")
+        taken = [pool.allocate(self._scheduler.version) for _ in range(more)]
+        self.blocks += [block for block in taken if block is not None]
+        self._filled += [0] * more
+        self._checksums += [b""] * more
 
     def missing(self, stage: Stage) -> list[int]:
         """Indexes into the stage of blocks that are not there yet. Raises MoveRefused for a stage that cannot be."""
@@ -202,13 +213,11 @@ class Import:
             if frozen.digest != self._digest:
                 raise MoveRefused("digest: other tokens were committed under this ticket")
             return self.holding
-        num, size = frozen.num_computed, self._size
-        num_blocks = -(-num // size)
-        if not 0 <= num <= frozen.num_known <= self.reservation.num_tokens or num + len(frozen.known_ids) != frozen.num_known:
-            raise MoveRefused(f"frozen: {num} computed and {len(frozen.known_ids)} more are not {frozen.num_known} known "
-                              f"tokens within {self.reservation.num_tokens}")  # fmt: skip
-        if self._filled[:num_blocks].sum() != num:
-            raise MoveRefused(f"frozen: of {num} computed tokens {int(self._filled[:num_blocks].sum())} have arrived")
+        num, num_blocks = frozen.num_computed, -(-frozen.num_computed // self._size)
+        if num < 0 or num + len(frozen.known_ids) != frozen.num_known:
+            raise MoveRefused(f"frozen: {num} computed and {len(frozen.known_ids)} more are not {frozen.num_known}")
+        if sum(self._filled[:num_blocks]) != num:
+            raise MoveRefused(f"frozen: of {num} computed tokens {sum(self._filled[:num_blocks])} have arrived")
         ids = np.concatenate((self._ids[:num], frozen.known_ids.astype(np.int32)))
         if tokens_digest(ids) != frozen.digest:
             raise MoveRefused("digest: these are not the tokens of the source")
@@ -234,8 +243,9 @@ class Import:
     def _file(self, ids: np.ndarray, num_computed: int, digest: bytes) -> Holding:
         scheduler, namespace = self._scheduler, self.reservation.namespace
         chain = Chain(scheduler.root(namespace), self.blocks, num_computed)
-        scheduler.trim(chain, max(len(ids), 1))
-        chain.kv_version = int(scheduler.pool.versions[chain.blocks].min())
+        scheduler.trim(chain, len(ids) if num_computed else 0)
+        if chain.blocks:
+            chain.kv_version = int(scheduler.pool.versions[chain.blocks].min())
         scheduler.file(chain, ids)
         scheduler.recent.remember(namespace, ids[: chain.num_filed * self._size])
         self._digest = digest

@@ -40,8 +40,9 @@ from gyre.trainer.backends.base import reference_policy
 from gyre.trainer.backends.passes import stand_by
 from gyre.trainer.backends.shards import gather, rows_of, scatter
 from gyre.trainer.backends.torch import MOMENTS, adamw
+from gyre.trainer.backends.ways import SharedWays
 from gyre.trainer.loss import LossConfig
-from gyre.trainer.tree_training import tree_loss
+from gyre.trainer.tree_training import Way, counted, tree_loss
 from torch import nn
 
 # It would be compiled on first use, for minutes; gloo does.
@@ -57,13 +58,14 @@ class _Pass(nn.Module):
         self._reference = (reference,)  # in a tuple it is no part of this module, so that nobody cuts it
         self.sums: dict[str, float] = {}
 
-    def forward(self, part: MicroStep | None) -> torch.Tensor:
+    def forward(self, part: MicroStep | None, way: Way = "whole") -> torch.Tensor:
         """The loss times the number of ranks; `sums` are the metrics."""
+        layer_checkpoints = way == "checkpointed"
         if part is None:
             self.sums = {}
-            return stand_by(self.policy)
-        output = tree_loss(self.policy, part, self._loss, self._reference[0])
-        self.sums = output.sums
+            return stand_by(self.policy, layer_checkpoints)
+        output = tree_loss(self.policy, part, self._loss, self._reference[0], layer_checkpoints)
+        self.sums = counted(output.sums, way)
         return output.loss * self._num_ranks
 
 
@@ -76,9 +78,10 @@ class DeepSpeedBackend:
 
     def __init__(
         self, model: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
-        zero_stage: int = 1, reference: PolicyModel | None = None,
+        zero_stage: int = 1, reference: PolicyModel | None = None, memory_bytes: float = math.inf,
     ) -> None:  # fmt: skip
-        """`optimizer` is given to the core only. `reference` as for `TorchBackend`; every rank has it whole."""
+        """`optimizer` is given to the core only. `reference` as for `TorchBackend`; every rank has it whole.
+        `memory_bytes`: what a rank may hold for backward of its part of one micro-step."""
         assert isinstance(model, nn.Module)
         self._device, self._rank, self._num_ranks = torch.device(device), dist.get_rank(), dist.get_world_size()
         self._parameters = dict(model.named_parameters())
@@ -88,6 +91,7 @@ class DeepSpeedBackend:
         masters = list(self._parameters.values())
         inner = adamw(masters, optimizer) if optimizer is not None else torch.optim.SGD(masters, lr=0.0)
         self._reference = reference_policy(model, loss, reference)
+        self._ways = SharedWays(model, loss, self._reference, memory_bytes)
         self._pass = _Pass(model, loss, self._reference, self._num_ranks)
         self._engine = deepspeed.initialize(
             model=self._pass, optimizer=inner, config=zero_config(zero_stage, self._dtype)
@@ -157,13 +161,24 @@ class DeepSpeedBackend:
             total.zero_()
 
     def accumulate(self, part: MicroStep | None) -> dict[str, float]:
-        self._engine.backward(self._engine(part))
+        way = self._ways.choose(part)
+        if way == "depth_first":
+            return self._ways.depth_first(part, self._whole, self._sums)
+        self._engine.backward(self._engine(part, way))
         for name, parameter in self._parameters.items():
             gradient = safe_get_full_grad(parameter)
             self._sums[name].add_(gradient[rows_of(len(gradient), self._rank, self._num_ranks)])
             safe_set_full_grad(parameter, torch.zeros_like(gradient))
         self._engine.optimizer.zero_grad()
         return dict(self._pass.sums)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """One parameter in the compute dtype, on every rank; below ZeRO-3 it is there, and not copied."""
+        parameter = self._parameters[name]
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         return {n: (shape, np.dtype(np.float32)) for n, shape in self._shapes.items()}

@@ -2,8 +2,9 @@
 
 The sharded parameters are the masters (float32, or float64 for a float64 policy); a layer is gathered in the compute
 dtype when it is reached, forward and backward, and its gradient is summed over the ranks straight into float32 shards.
-FSDP would average: every group's divisor is set to 1. All ranks pass through all layers once per micro-step, so a rank
-without a part passes with two tokens that count for nothing.
+FSDP would average: every group's divisor is set to 1. All ranks pass through all layers in the same way, so a rank
+without a part passes with two tokens that count for nothing. What fits in no such way goes through no cut layer at all
+(`backends/ways.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from gyre.policy.model import PolicyModel
 from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.backends.base import reference_policy
 from gyre.trainer.backends.passes import stand_by
-from gyre.trainer.backends.shards import gather, scatter
+from gyre.trainer.backends.shards import gather, gather_everywhere, scatter
 from gyre.trainer.backends.torch import MOMENTS, adamw
+from gyre.trainer.backends.ways import SharedWays
 from gyre.trainer.loss import LossConfig
-from gyre.trainer.tree_training import tree_loss
+from gyre.trainer.tree_training import counted, tree_loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -38,15 +40,17 @@ class FsdpBackend:
 
     def __init__(
         self, model: PolicyModel, loss: LossConfig, optimizer: OptimizerConfig | None, device: str = "cpu",
-        zero_stage: int = 3, reference: PolicyModel | None = None,
+        zero_stage: int = 3, reference: PolicyModel | None = None, memory_bytes: float = math.inf,
     ) -> None:  # fmt: skip
-        """`optimizer` is given to the core only. `reference` as for `TorchBackend`; every rank has it whole."""
+        """`optimizer` is given to the core only. `reference` as for `TorchBackend`; every rank has it whole.
+        `memory_bytes`: what a rank may hold for backward of its part of one micro-step."""
         self._device = torch.device(device)
         self._loss = loss
         self._dtype = next(iter(model.parameters())).dtype
         self._sum_dtype = torch.promote_types(self._dtype, torch.float32)
         self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._reference = reference_policy(model, loss, reference)
+        self._ways = SharedWays(model, loss, self._reference, memory_bytes)
         self.model = _shard(model, self._dtype, self._sum_dtype, self._device.type, zero_stage)
         self._optimizer = None
         if optimizer is not None:
@@ -80,12 +84,24 @@ class FsdpBackend:
             master.grad = None
 
     def accumulate(self, part: MicroStep | None) -> dict[str, float]:
+        way = self._ways.choose(part)
+        if way == "depth_first":
+            return self._depth_first(part)
+        layer_checkpoints = way == "checkpointed"
         if part is None:
-            stand_by(self.model).backward()
+            stand_by(self.model, layer_checkpoints).backward()
             return {}
-        output = tree_loss(self.model, part, self._loss, self._reference)
+        output = tree_loss(self.model, part, self._loss, self._reference, layer_checkpoints)
         output.loss.backward()
-        return output.sums
+        return counted(output.sums, way)
+
+    def _depth_first(self, part: MicroStep | None) -> dict[str, float]:
+        masters = dict(self._masters())
+
+        def whole(name: str) -> torch.Tensor:
+            return gather_everywhere(_piece(masters[name]).to(self._dtype), self._shapes[name])
+
+        return self._ways.depth_first(part, whole, {n: _gradient(m) for n, m in masters.items()})
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         dtype = torch.empty(0, dtype=self._sum_dtype).numpy().dtype

@@ -11,6 +11,7 @@ Followers end when they are told to, or when their leader is gone.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import logging
 import os
@@ -126,6 +127,7 @@ def open_backend(config: TrainerConfig, place: Place | None) -> Opened:
     """The backend of this worker, or of the leader of its ranks, whose followers it starts unless somebody else did."""
     policy = ForeignPolicy.of(config.policy) if config.implementation == "transformers" else load_config(config.policy)
     if config.training.backend == "torch" and config.training.ranks == 1:
+        _load_checkpointing()
         optimizer = config.optimizer if config.is_core else None
         model = load_model(config)
         backend = TorchBackend(model, config.loss, optimizer, config.device, load_reference(config, model), config.memory_bytes)
@@ -180,22 +182,28 @@ async def follow_leader(config: TrainerConfig, place: Place, stopping: asyncio.E
 
 def rank_backend(config: TrainerConfig, place: Place) -> RankBackend:
     """This rank's share of the worker's backend. Raises ConfigError if DeepSpeed is asked for and not installed."""
+    _load_checkpointing()
     optimizer, model = config.optimizer if config.is_core else None, load_model(config)
     device = f"cuda:{place.local_rank}" if config.device == "cuda" else config.device
-    kind, stage = config.training.backend, config.training.stage
+    kind, stage, memory = config.training.backend, config.training.stage, config.memory_bytes
     if kind == "torch":
         from gyre.trainer.backends.replicas import ReplicatedBackend
 
-        return ReplicatedBackend(model, config.loss, optimizer, device, load_reference(config, model), config.memory_bytes)
+        return ReplicatedBackend(model, config.loss, optimizer, device, load_reference(config, model), memory)
     if kind == "fsdp":
         from gyre.trainer.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
+        return FsdpBackend(model, config.loss, optimizer, device, stage, load_reference(config, model), memory)
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("training.backend = 'deepspeed': it is not installed; install opengyre-trainer[deepspeed]")
     from gyre.trainer.backends.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(model, config.loss, optimizer, device, stage, load_reference(config, model))
+    return DeepSpeedBackend(model, config.loss, optimizer, device, stage, load_reference(config, model), memory)
+
+
+def _load_checkpointing() -> None:
+    """torch.utils.checkpoint loads torch's compiler on first use, 800 modules in seconds: now, not in a micro-step."""
+    importlib.import_module("torch._dynamo")
 
 
 def load_reference(config: TrainerConfig, model: PolicyModel) -> PolicyModel | None:

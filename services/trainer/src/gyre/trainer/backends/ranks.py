@@ -29,7 +29,7 @@ from gyre.contracts.codec import pack, unpack
 from gyre.contracts.microstep import MicroStep
 from gyre.trainer.backends.base import check_tensors
 from gyre.trainer.backends.split import split
-from gyre.trainer.metrics import add_sums
+from gyre.trainer.metrics import add_sums, of_one_micro_step
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class LeadingBackend:
             for rank in range(1, self._channel.num_ranks):
                 add_sums(totals, unpack(self._channel.receive(rank), Metrics).sums)
         # Parts of one tree share prefixes; the micro-step's tokens are those it came with.
-        return {**totals, "num_tokens": float(micro_step.num_tokens)}
+        return {**of_one_micro_step(totals), "num_tokens": float(micro_step.num_tokens)}
 
     def gradient_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         return self._local.gradient_shapes()

@@ -36,6 +36,24 @@ def scatter(whole: torch.Tensor | None, piece: torch.Tensor, shape: tuple[int, .
     piece.copy_(padded[: len(piece)])
 
 
+def gather_everywhere(piece: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The whole tensor on every rank."""
+    padded = _padded(piece, shape)
+    whole = padded.new_empty(len(padded) * dist.get_world_size(), *shape[1:])
+    dist.all_gather(list(whole.chunk(dist.get_world_size())), padded)
+    return whole[: shape[0]]
+
+
+def sum_rows(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of the sum over all ranks' whole tensors."""
+    num_ranks, rows = dist.get_world_size(), rows_of(len(whole), dist.get_rank(), dist.get_world_size())
+    per_rank = -(-len(whole) // num_ranks)
+    pieces = [_padded(whole[rows_of(len(whole), rank, num_ranks)], tuple(whole.shape)) for rank in range(num_ranks)]
+    summed = whole.new_empty(per_rank, *whole.shape[1:])
+    dist.reduce_scatter(summed, pieces)
+    return summed[: rows.stop - rows.start]
+
+
 def _padded(piece: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     per_rank = -(-shape[0] // dist.get_world_size())
     padded = piece.new_zeros(per_rank, *shape[1:])

@@ -1,0 +1,197 @@
+"""What does it cost to move a live call between two engines, beside computing its context again? `make bench NAME=migrate`.
+
+Two real engine processes with a small model (4 KiB of keys and values per token), one call whose stream is read here
+through the router. For each length of context the call's first token says what computing the context takes; then its
+engine is drained and drained again, back and forth, while it goes on decoding. Beside each move the same blocks are read
+raw: one one-sided read by this process, checksums included, with nothing of the protocol around it.
+
+    python bench/migrate.py [--sizes 1024,4096,16384,65536] [--rounds 8] [--backends shared_memory,nixl]
+
+NIXL is measured where it is installed. The last line is for scripts: how many times faster than computing again and how
+many times slower than the raw read (the worst backend, the median; over_raw from 16k on), the longest pauses a harness saw
+(all rounds), and the tokens that were computed twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from gyre.policy.config import PolicyConfig
+from gyre.proto.rollout.v1 import engine_pb2 as pb
+from gyre.proto.rollout.v1 import engine_pb2_grpc as pb_grpc
+from gyre.rollout.engines.moving import ExportOf
+from gyre.rollout.migration import MoveLimits
+from gyre.rollout.router import Router
+from gyre.runtime import rpc
+from gyre.runtime.clock import SystemClock
+from gyre.transfer import RegionDescriptor, Transfer, TransferConfig, backends_of
+from gyre.transfer.nixl_agent import installed as nixl_installed
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "support")]
+from torch_cells import Listener, TorchCells, job  # noqa: E402
+
+MAX_TOKENS = 3000  # of the answer: more than the rounds take
+LIMITS = replace(MoveLimits(), min_tokens=1, total_s=120.0, pull_s=60.0, stop_s=60.0, land_s=60.0, stream_s=60.0)
+LONG = 16_384  # from here on a move should cost little more than the read
+NUM_WARM = 1  # moves before the first that counts: channels open, pages are touched
+
+
+def policy(longest: int) -> PolicyConfig:
+    return PolicyConfig("qwen3", 512, 128, 256, 2, 4, 4, 64, tie_word_embeddings=True, qk_norm=True,
+                        max_position=longest + MAX_TOKENS + 16)
+
+
+@dataclass
+class Measured:
+    """One length of context over one backend; seconds."""
+
+    backend: str
+    size: int
+    prefill_s: float = 0.0
+    num_bytes: int = 0
+    num_recomputed: int = 0
+    moves_s: list[float] = field(default_factory=list)
+    raws_s: list[float] = field(default_factory=list)
+    stalls_s: list[float] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float:
+        return self.prefill_s / statistics.median(self.moves_s)
+
+    @property
+    def over_raw(self) -> float:
+        return statistics.median(self.moves_s) / statistics.median(self.raws_s)
+
+    def row(self) -> str:
+        move_ms, raw_ms = statistics.median(self.moves_s) * 1e3, statistics.median(self.raws_s) * 1e3
+        stalls_ms = np.percentile(self.stalls_s, [50, 99]) * 1e3
+        return (f"{self.backend:14} {self.size:6d} {self.num_bytes / 2**20:8.1f} {self.prefill_s * 1e3:11.1f} {move_ms:9.1f} "
+                f"{raw_ms:9.1f} {self.over_raw:8.2f} {self.speedup:8.1f} {stalls_ms[0]:9.1f} {stalls_ms[1]:9.1f} "
+                f"{self.num_recomputed:10d}")
+
+
+HEAD = ("backend          size      MiB  prefill_ms   move_ms    raw_ms over_raw  speedup stall_p50 stall_p99 "
+        "recomputed")
+
+
+class Scene:
+    """Two engines, a router over them and one call. `at` is the engine it is on."""
+
+    def __init__(self, cells: TorchCells, reader: Transfer) -> None:
+        self.cells, self.reader, self.at = cells, reader, 0
+        self.stubs = [pb_grpc.EngineServiceStub(rpc.channel(f"127.0.0.1:{port}")) for port in cells.ports]
+
+    async def num_prefilled(self) -> int:
+        """Tokens that both engines computed without sampling them."""
+        return sum([(await stub.GetLoad(pb.GetLoadRequest())).num_tokens_prefilled for stub in self.stubs])
+
+    async def measure(self, backend: str, size: int, rounds: int) -> Measured:
+        measured = Measured(backend, size)
+        router = await self.cells.router(LIMITS)
+        router.set_admitting(1, False)
+        self.at = 0
+        listener = Listener(job(f"c{size}", size, MAX_TOKENS))
+        began = perf_counter()
+        listener.start(router)
+        await listener.until(1, 3600.0)
+        measured.prefill_s = perf_counter() - began
+        before = await self.num_prefilled()
+        for number in range(rounds + NUM_WARM):
+            raw_s = await self.raw(listener, number)
+            move_s, stall_s = await self.move(router, listener)
+            if number >= NUM_WARM:
+                measured.moves_s.append(move_s)
+                measured.raws_s.append(raw_s)
+                measured.stalls_s.append(stall_s)
+        measured.num_recomputed = await self.num_prefilled() - before
+        measured.num_bytes = router.counts.num_bytes_moved // (rounds + NUM_WARM)
+        assert router.counts.num_moved == rounds + NUM_WARM and listener.task and not listener.task.done()
+        listener.task.cancel()
+        await asyncio.wait({listener.task})
+        return measured
+
+    async def move(self, router: Router, listener: Listener) -> tuple[float, float]:
+        """Drain the engine the call is on, as its keeper does. Returns how long that took and the pause of the stream."""
+        other = 1 - self.at
+        await self.cells.clients[other].set_admission(True)
+        router.observe(other, await self.cells.clients[other].observe())
+        router.set_admitting(other, True)
+        await self.cells.clients[self.at].set_admission(False)
+        num_heard = len(listener.heard)
+        began = perf_counter()
+        assert await router.drain(self.at, 300.0, epoch=1) == (1, 0)
+        took = perf_counter() - began
+        self.at = other
+        await listener.until(num_heard + 2)
+        return took, listener.stall.take(SystemClock().now())
+
+    async def raw(self, listener: Listener, number: int) -> float:
+        """Read the blocks that the call has now with one read and nothing else."""
+        client, ticket = self.cells.clients[self.at], f"raw-{number}-{listener.job.request_id}"
+        attempt = client.attempts[-1].request_id
+        offer = await client.open_export(ticket, ExportOf(attempt), 0, 60.0, 60.0)
+        stage = await client.read_stage(ticket, 0, 60.0)
+        descriptor = RegionDescriptor.from_wire(json.loads(offer.region))
+        info = descriptor.buffer("rows")
+        into = np.empty((len(stage.rows), *info.shape[1:]), info.dtype)
+        into.fill(0)  # its pages are there, as those of a pool are
+        began = perf_counter()
+        await self.reader.read_rows(descriptor, stage.rows, stage.checksums, into, np.arange(len(stage.rows)), timeout_s=60.0)
+        took = perf_counter() - began
+        await client.release(ticket.encode(), 60.0)
+        return took
+
+
+async def measure_backend(backend: str, sizes: Sequence[int], rounds: int) -> list[Measured]:
+    longest = max(sizes)
+    with tempfile.TemporaryDirectory() as home, Transfer(TransferConfig("bench", backends=backends_of(backend))) as reader:
+        cells = TorchCells(Path(home), 2, policy(longest), "min_interval_ms = 0.0\ntoken_budget = 8192",
+                           longest + 2 * MAX_TOKENS, backend)
+        cells.prepare()
+        cells.launch()
+        try:
+            await cells.connect()
+            scene = Scene(cells, reader)
+            found = []
+            for size in sizes:
+                found.append(await scene.measure(backend, size, rounds))
+                print(found[-1].row(), flush=True)
+            return found
+        finally:
+            cells.stop()
+
+
+async def measure_all(backends: Sequence[str], sizes: Sequence[int], rounds: int) -> list[Measured]:
+    print(HEAD)
+    return [measured for backend in backends for measured in await measure_backend(backend, sizes, rounds)]
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="1024,4096,16384,65536", help="tokens of context")
+    parser.add_argument("--rounds", type=int, default=8, help="moves for each size")
+    parser.add_argument("--backends", default="shared_memory,nixl" if nixl_installed() else "shared_memory")
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.sizes.split(",")]
+    found = asyncio.run(measure_all(arguments.backends.split(","), sizes, arguments.rounds))
+    long = [m for m in found if m.size >= LONG]
+    at = [m for m in long if m.size == LONG] or found[-1:]
+    stalls = [stall for m in found for stall in m.stalls_s]
+    print(f"migrate speedup_16k={min(m.speedup for m in at):.1f} over_raw={max(m.over_raw for m in long or at):.2f} "
+          f"stall_p99_ms={np.percentile(stalls, 99) * 1e3:.1f} recomputed={sum(m.num_recomputed for m in found)}")
+
+
+if __name__ == "__main__":
+    main()

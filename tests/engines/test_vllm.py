@@ -1,0 +1,153 @@
+"""A real vLLM (its CPU build) behind the engine contract: `make test-engines`.
+
+Two servers, as two cells would have them, float32. The policy's heads are smaller than any the CPU kernels know, so what is
+served is `gyre.policy.heads` of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from engine_conformance import CHECKS, Check, Lab, admission_is_closed_until_weights_were_probed, ids_of, name_of
+from gyre.policy.config import PolicyConfig
+from gyre.policy.decoder import Decoder
+from gyre.rollout.engines.base import GenerateRequest, TokenEvent
+from gyre.rollout.engines.moving import MoveRefused
+from gyre.rollout.engines.server_process import ServerPlace
+from gyre.rollout.engines.vllm_server import vllm_engine
+from gyre.rollout.engines.vllm_ticket import VllmTicket
+from gyre.runtime.config import EngineConfig, EngineServerConfig
+
+torch.set_num_threads(1)
+if "GYRE_VLLM_PYTHON" not in os.environ:
+    pytest.skip("make test-engines installs vLLM and runs this", allow_module_level=True)
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
+POLICY = PolicyConfig("qwen3", 512, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=512)
+LONGEST, SLOTS, PROMPTS, ANSWER = 320, 24, 20, 200
+
+
+def weights(number: int) -> Mapping[str, torch.Tensor]:
+    return Decoder.create(POLICY, number).state_dict()
+
+
+def make_lab(home: Path) -> Lab:
+    server = EngineServerConfig(start_timeout_s=900.0)  # its interpreter: $GYRE_VLLM_PYTHON
+    config = EngineConfig(backend="vllm", kv_tokens=16384, max_running=SLOTS, max_waiting=SLOTS, server=server)
+    place = ServerPlace("127.0.0.1", home / "server.log", home)
+    engine = vllm_engine(POLICY, "float32", LONGEST, config, place, home)
+    return Lab(engine, weights, POLICY.vocab_size, LONGEST, SLOTS, SLOTS, positional=False, patience_s=180.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def labs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Lab, Lab]]:
+    home = tmp_path_factory.mktemp("vllm")
+    pair = make_lab(home / "a"), make_lab(home / "b")
+    for lab in pair:
+        await admission_is_closed_until_weights_were_probed(lab)
+    try:
+        await asyncio.gather(*(lab.ready() for lab in pair))
+        yield pair
+    finally:
+        await asyncio.gather(*(lab.engine.close() for lab in pair))
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or ())]
+    assert not left, f"processes of a server that was closed: {left}"
+
+
+async def both_ready(labs: tuple[Lab, Lab]) -> tuple[Lab, Lab]:
+    """Under equal versions of equal weights."""
+    a, b = labs
+    while a.version != b.version or a.loaded != 0 or b.loaded != 0:
+        behind = a if a.version < b.version else b
+        await behind.load(0)
+    await asyncio.gather(a.ready(), b.ready())
+    return a, b
+
+
+def question(lab: Lab, number: int, **fields: object) -> GenerateRequest:
+    prompt = ((np.arange(70 + number) * (5 + number) + number) % POLICY.vocab_size).astype(np.int32)
+    return lab.ask(f"q{number}-{fields.get('namespace', '')}", prompt_ids=prompt, max_tokens=ANSWER, temperature=0.0, **fields)
+
+
+def continued(request: GenerateRequest, tokens: list[TokenEvent], ticket: bytes) -> GenerateRequest:
+    ids = np.array(ids_of(tokens), dtype=np.int32)
+    return replace(request, prompt_ids=np.concatenate((request.prompt_ids, ids)), max_tokens=request.max_tokens - len(ids),
+                   num_emitted=len(ids), ticket=ticket)  # fmt: skip
+
+
+async def moved(a: Lab, b: Lab, request: GenerateRequest, after: int) -> tuple[list[TokenEvent], int]:
+    """A request that begins on `a` and ends on `b`; the second number: tokens whose KV came along."""
+    stream = a.engine.submit(request)
+    tokens = await a.some(stream, after)
+    ticket = await a.engine.export_ticket(request.request_id)
+    rest, finish = await a.rest(stream)
+    assert finish.reason == "moved"
+    tokens += rest
+    last, finish = await b.run(continued(request, tokens, ticket))
+    assert finish.reason == "length", finish.detail
+    return tokens + last, finish.num_reused
+
+
+async def test_live_requests_move_between_servers_with_identical_tokens(labs: tuple[Lab, Lab]) -> None:
+    a, b = await both_ready(labs)
+    want = await asyncio.gather(*(a.run(question(a, i, namespace="stays")) for i in range(PROMPTS)))
+    got = await asyncio.gather(*(moved(a, b, question(a, i, namespace="moves"), 5 + i) for i in range(PROMPTS)))
+    gaps = []
+    for (tokens, _), (expected, _) in zip(got, want, strict=True):
+        assert ids_of(tokens) == ids_of(expected)
+        assert [t.index for t in tokens] == list(range(ANSWER))
+        gaps += [abs(x.logprob - y.logprob) for x, y in zip(tokens, expected, strict=True)]
+    reused = [num for _, num in got]
+    print(f"\n{PROMPTS} live requests moved: KV of {sum(reused)} tokens came along, at least {min(reused)} for each; "
+          f"log-probabilities differ by at most {max(gaps):.1e}")  # fmt: skip
+    assert min(reused) >= 64
+    assert max(gaps) < 1e-4
+
+
+async def test_a_ticket_is_of_use_for_its_own_tokens_in_time_and_once(labs: tuple[Lab, Lab]) -> None:
+    a, b = await both_ready(labs)
+    request = question(a, 3, namespace="wrong")
+    want, _ = await a.run(replace(request, namespace="right"))
+    stream = a.engine.submit(request)
+    tokens = await a.some(stream, 4)
+    ticket = await a.engine.export_ticket(request.request_id)
+    tokens += (await a.rest(stream))[0]
+    parsed = VllmTicket.parse(ticket)
+    assert parsed is not None
+    other = question(b, 9, namespace="other", ticket=ticket)
+    assert ids_of((await b.run(other))[0]) == ids_of((await a.run(replace(other, ticket=b"")))[0])
+    untrue = replace(parsed, next_logprob=parsed.next_logprob - 1.0).to_bytes()
+    for wrong in (untrue, replace(parsed, expires=0.0).to_bytes(), ticket, ticket):
+        rest, _ = await b.run(continued(request, tokens, wrong))
+        assert ids_of(tokens) + ids_of(rest) == ids_of(want)
+    back, _ = await a.run(continued(request, tokens, ticket))
+    assert ids_of(tokens) + ids_of(back) == ids_of(want)
+
+
+async def test_held_kv_delays_no_sleep_and_no_new_weights(labs: tuple[Lab, Lab]) -> None:
+    a, _ = await both_ready(labs)
+    request = question(a, 5, namespace="held")
+    stream = a.engine.submit(request)
+    await a.some(stream, 4)
+    ticket = await a.engine.export_ticket(request.request_id)
+    await a.rest(stream)
+    with pytest.raises(MoveRefused):
+        await a.engine.export_ticket(request.request_id)
+    async with asyncio.timeout(50.0):  # a lease is 60 s
+        await a.load(1)
+    await a.engine.release_ticket(ticket)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+async def test_conformance(labs: tuple[Lab, Lab], check: Check) -> None:
+    lab = labs[0]
+    await lab.ready()
+    await check(lab)
