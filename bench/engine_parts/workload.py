@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-SYSTEM_TOKENS = 256
-TASK_TOKENS = (32, 96)
-TOOL_TOKENS = (32, 128)
+SYSTEM_TOKENS = 768
+TASK_TOKENS = (64, 128)
+TOOL_TOKENS = (32, 160)
 
 
 @dataclass(frozen=True)
