@@ -10,8 +10,9 @@ the protocol around it.
     python bench/migrate.py [--sizes 1024,4096,16384,65536] [--rounds 8] [--backends shared_memory,nixl]
 
 NIXL is measured where it is installed, or where `make test-nixl` has made .venv-nixl. The last line is for scripts: how
-many times faster than computing again and how many times slower than the raw read (the worst backend, the median; over_raw from 16k on), the longest pauses a harness saw
-(all rounds), and the tokens that were computed twice; nan without a context of 16k.
+many times faster than computing again and how many times slower than the raw read (the worst backend, the median; over_raw
+from 16k on), the longest pauses a harness saw (all rounds), and the tokens that were computed twice; nan without a context
+of 16k.
 """
 
 from __future__ import annotations
