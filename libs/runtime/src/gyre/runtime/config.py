@@ -70,7 +70,7 @@ class PolicyConfigRef:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of the engine's weights
     lora_rank: int = 0
     name: str = "policy"  # the model name harnesses see
-    implementation: Literal["gyre", "transformers"] = "gyre"  # whose code the trainer runs the model with
+    implementation: Literal["gyre", "transformers"] = "gyre"  # whose code the trainer and the torch engine run the model with
 
 
 @dataclass(frozen=True, slots=True)

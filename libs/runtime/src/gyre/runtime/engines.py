@@ -76,6 +76,8 @@ def check_server(config: RunConfig) -> None:
         raise ConfigError(f"engine.server.url = {server.url!r}: set either it or engine.server.python, not both")
     if server.url and not server.url.startswith(("http://", "https://")):
         raise ConfigError(f"engine.server.url = {server.url!r}: must start with http:// or https://")
+    if server.url and config.engine.backend == "auto":
+        raise ConfigError(f"engine.backend = 'auto': engine.server.url = {server.url!r} is of one engine: name that one")
     if server.url and config.cells.count > 1:
         raise ConfigError(f"engine.server.url = {server.url!r}: is one engine, but cells.count = {config.cells.count}; "
                           "use engine.server.python, which starts one for each cell")

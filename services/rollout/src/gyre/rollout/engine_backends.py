@@ -143,14 +143,10 @@ def build_tensorrt_llm(site: Site) -> Engine:
 
 
 def find_vllm(site: Site) -> Found:
-    from gyre.rollout.engines.server_process import find_python
-    from gyre.rollout.engines.vllm_server import inspect_build
+    from gyre.rollout.engines.vllm_server import found_vllm
 
-    server = site.config.engine.server
-    if server.url:
-        return Found(True)
     try:
-        return Found(True, inspect_build(find_python("vllm", server.python, site.config_dir)).version)
+        return found_vllm(site.config.engine, site.config_dir, site.device)
     except ConfigError as error:
         return Found(False, problem=str(error))
 
@@ -167,7 +163,7 @@ def find_sglang(site: Site) -> Found:
     from gyre.rollout.engines.sglang_server import found_sglang
 
     try:
-        return found_sglang(site.config.engine, site.config_dir)
+        return found_sglang(site.config.engine, site.config_dir, site.device)
     except ConfigError as error:
         return Found(False, problem=str(error))
 

@@ -19,7 +19,8 @@ ORDER = ("tensorrt_llm", "vllm", "sglang", "torch")
 HOW_TO_GET = {
     "tensorrt_llm": "pip install 'opengyre-rollout[tensorrt-llm]' --extra-index-url https://pypi.nvidia.com, in an image with "
                     "CUDA and MPI (NVIDIA's release image has both), and start the engine process from there",
-    "vllm": "make an environment .venv-vllm beside ours with: pip install 'vllm>=0.33'",
+    "vllm": "make an environment .venv-vllm beside ours with: pip install 'vllm>=0.32' (0.32.0 ran, its CPU build; newer "
+            "ones and CUDA builds are expected to)",
     "sglang": "make an environment .venv-sglang beside ours with: pip install 'sglang>=0.5.23'",
 }  # fmt: skip
 

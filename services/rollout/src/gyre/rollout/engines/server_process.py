@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,17 +18,7 @@ from gyre.contracts.errors import ConfigError, EngineError
 _SHIM = Path(__file__).with_name("server_shim.py")
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 _STOP_WAIT_S = 15.0
-_INSPECT_TIMEOUT_S = 60.0
 _LOG_TAIL_BYTES = 20_000
-
-# Names of distributions come as arguments; their versions, or null, are printed as JSON.
-_INSPECT = (
-    "import importlib.metadata as m, json, sys\n"
-    "def version(name):\n"
-    "    try: return m.version(name)\n"
-    "    except m.PackageNotFoundError: return None\n"
-    "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
-)
 
 
 @dataclass(frozen=True)
@@ -102,20 +91,6 @@ class ServerProcess:
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
-
-
-def inspect_environment(python: Path | str, distributions: Sequence[str]) -> dict[str, str | None]:
-    """Which versions of `distributions` the environment of an interpreter has, None for one it lacks.
-
-    Raises:
-        ConfigError: there is no such interpreter, or it does not run.
-    """
-    try:
-        done = subprocess.run([str(python), "-I", "-c", _INSPECT, *distributions], capture_output=True, text=True,
-                              timeout=_INSPECT_TIMEOUT_S, check=True)  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"engine.server.python = {str(python)!r}: cannot be run ({error})") from None
-    return json.loads(done.stdout)
 
 
 def find_python(backend: str, configured: str, config_dir: Path) -> Path:

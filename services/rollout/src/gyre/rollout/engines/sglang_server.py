@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from gyre.policy.config import PolicyConfig
 from gyre.rollout.engines.choose import Found
+from gyre.rollout.engines.engine_probe import Needs, cpu_build_on, probe_environment
 from gyre.rollout.engines.hosted import HostedEngine
 from gyre.rollout.engines.launched import LaunchedServer, RunningServer, Server
 from gyre.rollout.engines.live import HostedConfig
-from gyre.rollout.engines.server_process import ServerCommand, ServerPlace, find_python, free_port, inspect_environment
+from gyre.rollout.engines.server_process import ServerCommand, ServerPlace, find_python, free_port
 from gyre.rollout.engines.sglang import SgLangHost, SgLangSettings
 from gyre.rollout.engines.staging import StagedWeights
 from gyre.runtime.config import EngineConfig
@@ -19,12 +20,26 @@ from gyre.runtime.config import EngineConfig
 ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def found_sglang(config: EngineConfig, config_dir: Path) -> Found:
-    """Whether there is an environment with SGLang, or a server that runs. Raises ConfigError if there is no environment."""
+#: `torch_memory_saver` is what `--enable-memory-saver` needs.
+NEEDS = Needs(
+    ("sglang",), ("sglang.launch_server", "torch_memory_saver"),
+    routes={"sglang.srt.entrypoints": (
+        "/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk",
+        "/release_memory_occupation", "/resume_memory_occupation", "/flush_cache", "/health",
+    )},
+)  # fmt: skip
+
+
+def found_sglang(config: EngineConfig, config_dir: Path, device: str) -> Found:
+    """Whether there is an environment with SGLang that would serve on a `device` ("cpu" or "cuda"), or a server that runs.
+    Raises ConfigError if there is no environment."""
     if config.server.url:
-        return Found(True, problem="")
-    version = inspect_environment(find_python("sglang", config.server.python, config_dir), ["sglang"])["sglang"]
-    return Found(version is not None, version or "")
+        return Found(True)
+    environment = probe_environment(find_python("sglang", config.server.python, config_dir), NEEDS)
+    version = environment.versions["sglang"]
+    if version is None:
+        return Found(False)
+    return Found(True, version, cpu_build_on(device, not environment.accelerator) or environment.lacking(NEEDS))
 
 
 def sglang_engine(

