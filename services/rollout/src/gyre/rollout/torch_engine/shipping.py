@@ -42,7 +42,7 @@ class Shipping(Protocol):
     async def fetch(
         self, region: str, rows: np.ndarray, checksums: tuple[bytes, ...], blocks: Sequence[int], timeout_s: float
     ) -> None:
-        """Reads rows of another engine into blocks and verifies them. Raises MoveRefused; then the blocks hold finite numbers."""
+        """Reads rows of another engine into blocks and verifies them. Raises MoveRefused; then they hold no NaN."""
         ...
 
     def close(self) -> None:
