@@ -9,9 +9,10 @@ the protocol around it.
 
     python bench/migrate.py [--sizes 1024,4096,16384,65536] [--rounds 8] [--backends shared_memory,nixl]
 
-NIXL is measured where it is installed. The last line is for scripts: how many times faster than computing again and how
-many times slower than the raw read (the worst backend, the median; over_raw from 16k on), the longest pauses a harness saw
-(all rounds), and the tokens that were computed twice.
+NIXL is measured where it is installed, or where `make test-nixl` has made .venv-nixl. The last line is for scripts: how
+many times faster than computing again and how many times slower than the raw read (the worst backend, the median; over_raw
+from 16k on), the longest pauses a harness saw (all rounds), and the tokens that were computed twice; nan without a context
+of 16k.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -192,19 +194,30 @@ async def measure_all(backends: Sequence[str], sizes: Sequence[int], rounds: int
     return [measured for backend in backends for measured in await measure_backend(backend, sizes, rounds)]
 
 
+def with_nixl() -> None:
+    """Go on in .venv-nixl, which is .venv with NIXL, if it is there and this is not it."""
+    other = ROOT / ".venv-nixl" / "bin" / "python"
+    if not nixl_installed() and other.exists():
+        os.execv(other, [str(other), *sys.argv])
+
+
 def main() -> None:
     """Entry point."""
+    with_nixl()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="1024,4096,16384,65536", help="tokens of context")
     parser.add_argument("--rounds", type=int, default=8, help="moves for each size")
     parser.add_argument("--backends", default="shared_memory,nixl" if nixl_installed() else "shared_memory")
     arguments = parser.parse_args()
+    if "nixl" not in arguments.backends:
+        print("without NIXL: `make test-nixl` makes .venv-nixl, in which this runs then")
     sizes = [int(size) for size in arguments.sizes.split(",")]
     found = asyncio.run(measure_all(arguments.backends.split(","), sizes, arguments.rounds))
     long = [m for m in found if m.size >= LONG]
-    at = [m for m in long if m.size == LONG] or found[-1:]
+    speedup = min((m.speedup for m in long if m.size == LONG), default=float("nan"))
+    over_raw = max((m.over_raw for m in long), default=float("nan"))
     stalls = [stall for m in found for stall in m.stalls_s]
-    print(f"migrate speedup_16k={min(m.speedup for m in at):.1f} over_raw={max(m.over_raw for m in long or at):.2f} "
+    print(f"migrate speedup_16k={speedup:.1f} over_raw={over_raw:.2f} "
           f"stall_p99_ms={np.percentile(stalls, 99) * 1e3:.1f} recomputed={sum(m.num_recomputed for m in found)}")
 
 

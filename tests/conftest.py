@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A test is never late: the machine it runs on may be shared.
+settings.register_profile("gyre", deadline=None)
+settings.load_profile("gyre")
 
 
 def free_port() -> int:

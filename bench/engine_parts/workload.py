@@ -1,8 +1,8 @@
 """What every contender serves: agents whose every prompt extends the context before.
 
-All sessions share one system prompt; each has a task of its own and then turns: the contender's own answer and a tool's
-output of prescribed ids and length follow the prompt before. Answers are greedy, never end early and have one length,
-so that everybody computes the same tokens.
+All sessions of all jobs share one system prompt, as in a service that has run for a while. Each has a task of its own and
+then turns: the contender's own answer and a tool's output of prescribed ids and length follow the prompt before. Answers are
+greedy, never end early and have one length, so that everybody computes the same tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-SYSTEM_TOKENS = 256
-TASK_TOKENS = (32, 96)
-TOOL_TOKENS = (32, 128)
+SYSTEM_TOKENS = 768
+TASK_TOKENS = (64, 128)
+TOOL_TOKENS = (32, 160)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def agentic(seed: int, num_live: int, num_turns: int, num_answer: int, num_vocab
     def between(bounds: tuple[int, int]) -> int:
         return int(rng.integers(bounds[0], bounds[1] + 1))
 
-    system = ids(SYSTEM_TOKENS)
+    system = np.random.default_rng(0).integers(2, num_vocab, SYSTEM_TOKENS).tolist()
     prompts = [system + ids(between(TASK_TOKENS)) for _ in range(num_live)]
     tools = [[ids(between(TOOL_TOKENS)) for _ in range(num_turns - 1)] for _ in range(num_live)]
     return Job(prompts, tools, num_answer)

@@ -32,7 +32,7 @@ root = "tasks"
 command = ["true"]
 [engine]
 backend = "{backend}"
-kv_tokens = 4096
+kv_tokens = 8192
 """
 
 DEPLOYMENT = """

@@ -105,7 +105,8 @@ async def test_either_side_may_be_killed_at_any_step(stage_of: Open, step: str, 
     moved, replayed = await stage.drain()
     assert moved + replayed == 1
     await stage.finish()
-    if step != "release":  # that comes after everything, and so does the death
+    # A release comes after everything, and so does the death; and who was heard may have said all before it died.
+    if step != "release" and (step, when) != ("generate", "after"):
         assert stage.outputs["x"].cell in {1, 2} - {victim}
 
 

@@ -167,3 +167,24 @@ async def test_engines_that_fail_again_and_again_fail_the_call() -> None:
     with pytest.raises(EngineError, match="too often"):
         await task
     assert len(engine.attempts) == 3
+
+
+async def test_a_call_outlives_any_number_of_drains() -> None:
+    """A drain is the service's doing: it is none of the engines that may fail under a call."""
+    engines = [FakeEngine(counting(9), chunk=1), FakeEngine(counting(9), chunk=1)]
+    router = router_of(*engines, limits=RouterLimits(max_replays=3))
+    for engine in engines:
+        engine.gate.clear()
+    output = Output()
+    task = asyncio.create_task(router.generate(job(), output, StallMeter()))
+    for number in range(6):
+        cell = number % 2
+        while not router.num_live(cell):
+            assert not task.done(), task.exception()
+            await asyncio.sleep(0)
+        router.set_admitting(1 - cell, True)
+        assert await router.drain(cell, 5.0) == (0, 1)
+    for engine in engines:
+        engine.gate.set()
+    await task
+    assert output.ids == [*range(9), STOP]

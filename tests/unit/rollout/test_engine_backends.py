@@ -36,7 +36,7 @@ from gyre.transfer import Transfer, TransferConfig
 def config_of(backend: str, **sampling: float) -> RunConfig:
     return RunConfig(
         "run", PolicyConfigRef("model"), TasksConfig("tasks"), HarnessConfig(("harness",)),
-        cells=CellsConfig(device="cpu"), engine=EngineConfig(backend=backend, kv_tokens=256),
+        cells=CellsConfig(device="cpu"), engine=EngineConfig(backend=backend, kv_tokens=8192),
         sampling=SamplingConfig(**sampling),  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -265,3 +265,18 @@ def test_what_serves_without_a_model_imports_no_torch() -> None:
     modules = "gyre.rollout.main, gyre.rollout.engine_process, gyre.rollout.engines.scripted"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_weights_that_fail_the_probe_are_fetched_again(harness: Harness) -> None:
+    """Or a cell whose memory was damaged fails every later wake, too."""
+    await harness.wake(1, 1)
+    await harness.stub.Sleep(pb.SleepRequest(epoch=2))
+    engine = harness.cell.engine
+    assert isinstance(engine, TorchEngine) and engine._offloaded is not None
+    with torch.no_grad():
+        next(iter(engine._offloaded.parameters())).mul_(2.0)
+    with pytest.raises(grpc.aio.AioRpcError, match="fail the probe"):
+        await harness.wake(3, 1)
+    reply = await harness.wake(3, 1)
+    assert reply.version == 1
+    assert (await harness.generate("r"))[-1].finish == "length"

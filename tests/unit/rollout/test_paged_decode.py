@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gyre.policy.config import PolicyConfig
 from gyre.rollout.torch_engine import paged_decode
 from gyre.rollout.torch_engine.kv import PagedKV
-from gyre.rollout.torch_engine.paged_decode import PagedDecode, serves
+from gyre.rollout.torch_engine.paged_decode import PagedDecode, alike, serves
 
 SIZE = 4
 CPU = torch.device("cpu")
@@ -47,12 +47,14 @@ def tables(contexts: list[int], num_shared_blocks: int) -> np.ndarray:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
     ("contexts", "num_shared"),
-    [([1], 0), ([5], 0), ([8, 8, 8], 0), ([3, 17, 8, 1], 0), ([13, 20, 9, 16], 2), ([9, 9, 9, 9], 2), ([8, 8, 12, 8], 1)],
+    [([1], 0), ([5], 0), ([8, 8, 8], 0), ([3, 17, 8, 1], 0), ([13, 20, 9, 16], 2), ([9, 9, 9, 9], 2), ([8, 8, 12, 8], 1),
+     ([3, 70, 2, 5, 4, 1], 0), ([70, 11, 9, 10, 12, 9], 2)],
 )
 def test_rows_attend_to_their_own_keys(
     monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, contexts: list[int], num_shared: int
 ) -> None:
     monkeypatch.setattr(paged_decode, "_MIN_SHARED_TOKENS", SIZE)
+    monkeypatch.setattr(paged_decode, "_MIN_KEYS", SIZE)
     cache = filled(shape(4, num_kv_heads))
     table = tables(contexts, num_shared)
     decode = PagedDecode(cache, np.array(contexts), table)
@@ -63,6 +65,14 @@ def test_rows_attend_to_their_own_keys(
             blocks = table[row, : -(-context // SIZE)]
             wanted = expected(cache, layer, q_RHD[row], blocks, context)
             torch.testing.assert_close(found[row], wanted, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("contexts", [[8192] + [200] * 31, [16_000] + [200] * 31, list(range(256, 8000, 250)), [5], [9, 9]])
+def test_unlike_contexts_are_not_laid_side_by_side(contexts: list[int]) -> None:
+    groups = alike(np.array(contexts))
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(contexts)))
+    laid = sum(len(rows) * max(contexts[row] for row in rows) for rows in groups)
+    assert laid <= 2 * sum(contexts)
 
 
 def test_the_last_block_of_the_last_layer_is_within_reach() -> None:

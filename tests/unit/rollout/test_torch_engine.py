@@ -142,7 +142,7 @@ async def test_a_prompt_that_comes_again_after_a_swap_is_that_of_a_fresh_engine(
 
 
 def test_one_long_context_does_not_pad_the_short_ones() -> None:
-    """8192 tokens beside 31 times 200: what is gathered is what there is."""
+    """8192 tokens beside 31 times 200, where blocks are gathered (bfloat16, GPUs): what is gathered is what there is."""
     runner = Runner(decoder_of(POLICY, 1), PagedKV(POLICY, 1, 16, torch.float32, torch.device("cpu")))
     contexts, (rows, ones, table) = np.array([8192] + [200] * 31), (np.arange(32), np.ones(32, int), np.zeros((32, 512), int))
     groups = runner._groups(rows, ones, contexts - 1, table)

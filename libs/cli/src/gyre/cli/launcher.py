@@ -161,7 +161,8 @@ class Launcher:
         if self._stopping or self.failure.done():
             return
         if running.num_restarts >= MAX_RESTARTS or code == 2:
-            self.failure.set_result(f"{name} ended with code {code}; see {self._run.logs / (name + '.out')}")
+            output = self._run.logs / f"{name}.out"
+            self.failure.set_result(f"{name} ended with code {code}: {last_line(output)} (see {output})")
             return
         self._say(f"{name} ended with code {code}, starting it again")
         await asyncio.sleep(min(0.2 * 2**running.num_restarts, 5.0))
@@ -202,6 +203,14 @@ class Launcher:
     @property
     def num_restarts(self) -> int:
         return sum(r.num_restarts for r in self._running.values())
+
+
+def last_line(output: Path) -> str:
+    """What a process said last, which is why it ended if it is one of ours."""
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - 4096))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing")
 
 
 def end_harnesses(gateway_url: str) -> int:

@@ -322,7 +322,6 @@ def check_run(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value}: must be greater than 0")
     for key, value in {"burst.phi": config.burst.phi, "admission.max_paths": config.admission.max_paths,
                        "optimizer.learning_rate": config.optimizer.learning_rate,
-                       "engine.move_min_tokens": config.engine.move_min_tokens,
                        "evaluation.num_tasks": config.evaluation.num_tasks}.items():
         if value < 0:
             raise ConfigError(f"{key} = {value}: must not be negative")

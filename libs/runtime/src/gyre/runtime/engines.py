@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from gyre.runtime.config import RunConfig
 
 BACKENDS = ("auto", "torch", "scripted", "tensorrt_llm", "vllm", "sglang")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 def check_engine(config: RunConfig) -> None:
     """Refuse an engine that is unknown, or cannot be what is asked of it. Raises ConfigError."""
+    _check_numbers(config)
     backend = config.engine.backend
     if backend not in BACKENDS:
         raise ConfigError(f"engine.backend = {backend!r}: unknown; use {' or '.join(BACKENDS)}")
@@ -21,6 +23,22 @@ def check_engine(config: RunConfig) -> None:
     if problem := ours[backend] if backend in ours else unsuited(config):
         raise ConfigError(f"{problem}, or engine.backend = 'torch' instead of {backend!r}")
     check_server(config)
+
+
+def _check_numbers(config: RunConfig) -> None:
+    engine = config.engine
+    at_least = {"max_running": (engine.max_running, 1), "max_waiting": (engine.max_waiting, 1),
+                "token_budget": (engine.token_budget, 1), "min_interval_ms": (engine.min_interval_ms, 0),
+                "flush_ms": (engine.flush_ms, 0), "script_token_ms": (engine.script_token_ms, 0),
+                "move_min_tokens": (engine.move_min_tokens, 0)}  # fmt: skip
+    for name, (value, least) in at_least.items():
+        if value < least:
+            raise ConfigError(f"engine.{name} = {value}: must be at least {least}")
+    if engine.kv_tokens < config.sampling.max_context:
+        raise ConfigError(f"engine.kv_tokens = {engine.kv_tokens}: must hold at least one context of sampling.max_context = "
+                          f"{config.sampling.max_context} tokens")
+    if config.cells.device not in DEVICES:
+        raise ConfigError(f"cells.device = {config.cells.device!r}: unknown; use {' or '.join(DEVICES)}")
 
 
 def unsuited(config: RunConfig) -> str:

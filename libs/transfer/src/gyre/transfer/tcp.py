@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import struct
 import threading
@@ -21,6 +22,8 @@ from gyre.transfer.backend import Clock, as_bytes, check_deadline, in_thread
 from gyre.transfer.describe import Address, BufferInfo, RegionDescriptor
 from gyre.transfer.region import Region
 from gyre.transfer.rows import MAX_ROWS, RowRead, Span
+
+log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 20
@@ -127,7 +130,13 @@ class TcpServer:
     async def _accept(self) -> None:
         while True:
             await self._slots.acquire()
-            sock, _ = await self._loop.sock_accept(self._socket)
+            try:
+                sock, _ = await self._loop.sock_accept(self._socket)
+            except OSError as error:  # no file descriptor is left, or the peer has gone: others wait in the backlog
+                log.warning("a connection was not accepted: %s", error)
+                self._slots.release()
+                await asyncio.sleep(WAIT_S)
+                continue
             task = self._loop.create_task(self._serve(sock))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)

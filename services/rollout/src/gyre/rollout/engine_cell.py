@@ -114,6 +114,7 @@ class EngineCell:
             self._loaded = wanted
         probe = await self.engine.probe()
         if not probe.ok:
+            self._loaded = None  # whoever asks again gets them fetched again
             raise EngineError(f"weights {source.version} fail the probe: {probe.detail}")
         self.engine.resume()
         return probe

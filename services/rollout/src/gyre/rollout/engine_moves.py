@@ -40,6 +40,7 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
     def __init__(self, cell: EngineCell) -> None:
         self._cell = cell
         self._opaque: OrderedDict[str, bytes] = OrderedDict()
+        self._exporting: dict[str, asyncio.Task[bytes]] = {}
         self._working: set[asyncio.Task[Any]] = set()
 
     async def OpenExport(self, request: pb.OpenExportRequest, context: Context) -> pb.Offer:
@@ -92,11 +93,23 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
         mover = self._cell.engine.mover
         if mover is not None:
             return await mover.freeze(request.ticket, request.first_block)
-        if request.ticket not in self._opaque:
-            self._opaque[request.ticket] = await self._cell.engine.export_ticket(request.request_id)
-            while len(self._opaque) > MAX_REMEMBERED:
-                self._opaque.popitem(last=False)
-        return opaque_frozen(self._opaque[request.ticket])
+        if request.ticket in self._opaque:
+            return opaque_frozen(self._opaque[request.ticket])
+        exporting = self._exporting.get(request.ticket)
+        if exporting is None:
+            exporting = asyncio.get_running_loop().create_task(self._export(request.ticket, request.request_id))
+            self._exporting[request.ticket] = exporting
+        return opaque_frozen(await asyncio.shield(exporting))
+
+    async def _export(self, ticket: str, request_id: str) -> bytes:
+        """Ends a request for a ticket that is remembered from then on; whoever asks meanwhile waits for this one."""
+        try:
+            self._opaque[ticket] = opaque = await self._cell.engine.export_ticket(request_id)
+        finally:
+            del self._exporting[ticket]
+        while len(self._opaque) > MAX_REMEMBERED:
+            self._opaque.popitem(last=False)
+        return opaque
 
     async def _release(self, ticket: bytes) -> bool:
         """The name of a ticket, or of an engine of kind `ticket` also the ticket itself."""
@@ -104,6 +117,8 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
         mover = self._cell.engine.mover
         if mover is not None:
             return await mover.release(name)
+        if name in self._exporting:
+            await asyncio.wait([self._exporting[name]])
         opaque = self._opaque.pop(name, None)
         await self._cell.engine.release_ticket(ticket if opaque is None else opaque)
         return opaque is not None

@@ -56,6 +56,7 @@ class LiveCall:
         self._decided = asyncio.Event()
         self._decided.set()
         self._landed: asyncio.Future[Route | None] | None = None
+        self._last_left = -1  # the newest try after which a move has said where the call goes on
         self._stall, self._clock = stall, clock
         self._is_paused = False
 
@@ -81,9 +82,11 @@ class LiveCall:
         self.output.take(chunk)
         if len(chunk.ids) and not self.has_spoken:
             self.has_spoken = True
-            self.routes.clear()  # what waits at other engines is of the past from here on
-            self.resume()
-            self._land(self.route)
+            if number > self._last_left:  # else these were said before it stopped, and decide nothing of what follows
+                self.routes.clear()  # what waits at other engines is of the past from here on
+                self._land(self.route)
+                if self._decided.is_set():
+                    self.resume()
         return True
 
     async def decision(self) -> None:
@@ -139,8 +142,8 @@ class LiveCall:
         self.mover = None
         if not self._decided.is_set():
             self._decided.set()
-            if number == self.number and self.route is not None:
-                self.resume()
+            if number == self.number and self.route is not None and (self.has_spoken or number == 0):
+                self.resume()  # a later try has paused the call until its first token
 
     def go_on(self, number: int, routes: Sequence[Route], reason: str = "") -> bool:
         """The compare-and-set of the route: after try `number` it takes `routes`, each if the one before said nothing.
@@ -149,6 +152,7 @@ class LiveCall:
         """
         is_current = number == self.number and not self.is_over
         if is_current:
+            self._last_left = number
             self.routes = deque(routes)
             self.reason = reason
             self._landed = asyncio.get_running_loop().create_future()

@@ -35,6 +35,10 @@ class RouterLimits:
     moves: MoveLimits = field(default_factory=MoveLimits)
 
 
+class _Cut(EngineGone):
+    """This service ended the try itself, for a move or a drain."""
+
+
 class Router:
     """Routes of all live calls. One event loop owns it.
 
@@ -100,9 +104,12 @@ class Router:
         last = ""
         while failures < self._limits.max_replays and errors <= self._limits.max_engine_errors:
             route = await self._route(call)
-            finish = ""
+            finish, is_failure = "", True
             try:
                 finish = await self._attempt(route, call)
+                is_failure = finish != "moved"
+            except _Cut as cut:
+                is_failure, last = False, str(cut)
             except EngineGone as error:
                 last = str(error)
                 log.warning("cell %d: %s: %s", route.engine.cell, call.request_id, error)
@@ -110,7 +117,7 @@ class Router:
             if call.output.finish is not None:
                 return
             call.pause()
-            failures += finish != "moved"
+            failures += is_failure
             errors += finish == "error"
             await call.decision()
             call.pause()
@@ -163,7 +170,7 @@ class Router:
         finally:
             call.end()
         if task.cancelled():
-            raise EngineGone(call.reason)
+            raise _Cut(call.reason)
         call.output.cell = engine.cell
         error = task.exception()
         if isinstance(error, EngineGone) or (error is None and task.result() == "abort"):

@@ -56,7 +56,7 @@ class Rollout:
         # Tickets of an earlier life may still be held somewhere: this life's are named otherwise.
         self.router = Router(engines, router_limits(config), process.clock, prefix=f"{os.urandom(4).hex()}/")
         self.archive = CallArchive(state_dir / "rollout-calls.sqlite", deployment.durability)
-        self.sessions = Sessions(_gateway_key(state_dir / "gateway.key"), self.archive)
+        self.sessions = Sessions(_gateway_key(state_dir / "gateway.key"), self.archive, ended=self.router.forget)
         self.calls = Calls(call_settings(config), Renderer(tokenizer), self.router, self.archive, self._commit,
                            self._fire_call_limit, process.clock)
         self.keepers = {cell: Keeper(cell, engine, self.router, self._post, process.clock)

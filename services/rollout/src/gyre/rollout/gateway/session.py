@@ -11,7 +11,7 @@ Invariants kept here:
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -249,8 +249,11 @@ class Sessions:
     A secret is derived from the gateway's key, so that a harness which outlives the gateway can still be recognised.
     """
 
-    def __init__(self, key: bytes, archive: CallArchive, limits: SessionLimits | None = None) -> None:
+    def __init__(self, key: bytes, archive: CallArchive, limits: SessionLimits | None = None,
+                 ended: Callable[[str], None] = lambda _: None) -> None:
+        """`ended` is told of every execution that will make no call any more, maybe more than once."""
         self._key = key
+        self._ended = ended
         self._archive = archive
         self._limits = limits or SessionLimits()
         self._live: dict[str, Session] = {}
@@ -309,6 +312,7 @@ class Sessions:
         session = self._live.get(execution)
         if session:
             session.close()
+        self._ended(execution)
 
     def forget(self, execution: str) -> None:
         """Drop what the archive keeps of an execution that has terminated."""

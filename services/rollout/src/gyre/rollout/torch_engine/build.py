@@ -55,4 +55,7 @@ def policy_of(config: RunConfig, config_dir: Path) -> Policy:
 def _device(kind: str) -> str:
     if kind == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("cells.device = 'cuda': torch finds no CUDA device here; use auto or cpu, or set up with "
+                          "GYRE_TORCH=cuda where there is one")
     return kind

@@ -47,14 +47,8 @@ class RowTransfer(Protocol):
     def release(self, name: str) -> None: ...
 
     async def read_rows(
-        self,
-        descriptor: RegionDescriptor,
-        rows: np.ndarray,
-        checksums: tuple[bytes, ...],
-        into: np.ndarray,
-        into_rows: np.ndarray,
-        *,
-        timeout_s: float,
+        self, descriptor: RegionDescriptor, rows: np.ndarray, checksums: tuple[bytes, ...], into: np.ndarray,
+        into_rows: np.ndarray, *, timeout_s: float,
     ) -> None: ...
 
 

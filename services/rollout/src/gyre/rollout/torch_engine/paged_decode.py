@@ -5,6 +5,8 @@ Scores are a product sampled at the places of a sparse matrix: a row per (sequen
 Values are summed by the same places, weighted. What all rows begin with (a system prompt) is read once for all of them, by
 plain matrix products.
 
+Scores are laid side by side up to the longest context among them, so rows whose contexts are unlike are attended apart.
+
 Axes: R rows, S keys, H query heads, K key/value heads, G = H / K, D head size, P places (the sum over rows of H * own keys).
 """
 
@@ -19,6 +21,8 @@ from gyre.rollout.torch_engine.kv import PagedKV
 
 _MIN_SHARING_ROWS = 3
 _MIN_SHARED_TOKENS = 32
+_MIN_KEYS = 256  # contexts below it are alike
+_MAX_PADDING = 2
 
 
 def serves(cache: PagedKV) -> bool:
@@ -50,14 +54,23 @@ class PagedDecode:
         self._cache = cache
         self._contexts_R = contexts_R
         self._table_RM = table_RM
-        self._places: _Places | None = None
+        self._groups = alike(contexts_R)
+        self._places: list[_Places] = []
 
     def attend(self, layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
         """Returns out_RHD. The keys and values of this iteration must have been written."""
+        if not self._places:
+            self._places = [_places_of(self._cache, self._contexts_R[rows], self._table_RM[rows], q_RHD.shape[1])
+                            for rows in self._groups]
+        if len(self._groups) == 1:
+            return self._attend(layer, q_RHD, self._places[0])
+        out_RHD = torch.empty_like(q_RHD)
+        for rows_R, places in zip(map(torch.from_numpy, self._groups), self._places, strict=True):
+            out_RHD.index_copy_(0, rows_R, self._attend(layer, q_RHD.index_select(0, rows_R), places))
+        return out_RHD
+
+    def _attend(self, layer: int, q_RHD: torch.Tensor, places: _Places) -> torch.Tensor:
         rows, heads, head_dim = q_RHD.shape
-        if self._places is None:
-            self._places = _places_of(self._cache, self._contexts_R, self._table_RM, heads)
-        places = self._places
         q_RHD = q_RHD * head_dim**-0.5
         keys, values = self._cache.vectors(layer)
         scores_P = torch.sparse.sampled_addmm(places.own, q_RHD.reshape(-1, head_dim), keys.t(), beta=0.0).values()
@@ -80,6 +93,14 @@ class PagedDecode:
         kv = self._cache.gather(layer, blocks_M)
         k_SKD, v_SKD = kv.view(-1, *kv.shape[2:]).unbind(1)
         return k_SKD.transpose(0, 1), v_SKD.transpose(0, 1)
+
+
+def alike(contexts_R: np.ndarray) -> list[np.ndarray]:
+    """Row numbers in groups whose contexts are alike: all in one unless more than half of the scores would be padding."""
+    if int(contexts_R.max()) * len(contexts_R) <= _MAX_PADDING * int(contexts_R.sum()):
+        return [np.arange(len(contexts_R))]
+    _, kind_R = np.unique(np.ceil(np.log2(np.maximum(contexts_R, _MIN_KEYS))), return_inverse=True)
+    return [np.flatnonzero(kind_R == kind) for kind in range(int(kind_R.max()) + 1)]
 
 
 def _sum(places: _Places, values: torch.Tensor, weights_P: torch.Tensor) -> torch.Tensor:

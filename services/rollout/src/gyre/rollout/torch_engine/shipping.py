@@ -42,7 +42,7 @@ class Shipping(Protocol):
     async def fetch(
         self, region: str, rows: np.ndarray, checksums: tuple[bytes, ...], blocks: Sequence[int], timeout_s: float
     ) -> None:
-        """Reads rows of another engine into blocks and verifies them. Raises MoveRefused; then the blocks hold anything."""
+        """Reads rows of another engine into blocks and verifies them. Raises MoveRefused; then they hold no NaN."""
         ...
 
     def close(self) -> None:
@@ -84,7 +84,12 @@ class InPlace:
     async def fetch(
         self, region: str, rows: np.ndarray, checksums: tuple[bytes, ...], blocks: Sequence[int], timeout_s: float
     ) -> None:
-        await _read(self._transfer, region, rows, checksums, self._rows, blocks, timeout_s)
+        try:
+            await _read(self._transfer, region, rows, checksums, self._rows, blocks, timeout_s)
+        except BaseException:
+            # Whoever gets these blocks next attends to whole blocks: what is masked has weight 0, but 0 * NaN is NaN.
+            self._rows[list(blocks)] = 0
+            raise
 
     def close(self) -> None:
         self._cache.close()
