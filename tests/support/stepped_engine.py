@@ -152,3 +152,17 @@ async def move(source: Stepped, destination: Stepped, ticket: str, what: ExportO
     await destination.moves.pull(ticket, region, frozen.tail, 5.0)
     await destination.moves.commit(ticket, frozen)
     return frozen
+
+
+async def move_in_stages(source: Stepped, destination: Stepped, ticket: str, what: ExportOf) -> Frozen:
+    """A whole move as `migration.py` does it, while the source does nothing else."""
+    offer = await source.moves.open_export(ticket, what, 30.0)
+    await destination.moves.reserve(reservation_of(ticket, source, offer.namespace, offer.num_tokens))
+    stage = await source.moves.read_stage(ticket, 0)
+    while len(stage.rows):
+        await destination.moves.pull(ticket, offer.region, stage, 5.0)
+        stage = await source.moves.read_stage(ticket, stage.first_block + len(stage.rows))
+    frozen = await source.moves.freeze(ticket, stage.first_block)
+    await destination.moves.pull(ticket, offer.region, frozen.tail, 5.0)
+    await destination.moves.commit(ticket, frozen)
+    return frozen

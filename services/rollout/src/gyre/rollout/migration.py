@@ -166,8 +166,12 @@ async def _copy(move: Move, limits: MoveLimits, freezing: Callable[[], bool], pr
                        limits.lease_s)
     await _ask("destination", lambda: destination.reserve(room, step_s))
     stage = await _read(move, 0, limits)
-    while not is_last(len(stage.rows), progress.num_stages, limits):
+    num_chased = num_copied = 0
+    while not is_last(len(stage.rows), num_chased, limits):
         await _pull(move, offer, stage, limits, progress)
+        # What was known at the start comes in as many stages as the source makes of it; only then it is chased.
+        num_copied += len(stage.token_ids)
+        num_chased += num_copied + len(stage.token_ids) // len(stage.rows) >= offer.num_tokens
         stage = await _read(move, stage.first_block + len(stage.rows), limits)
     frozen = await _freeze(move, limits, freezing, progress, stage.first_block)
     progress.num_tokens = frozen.num_known

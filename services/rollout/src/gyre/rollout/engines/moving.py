@@ -139,7 +139,7 @@ class Mover(Protocol):
         ...
 
     async def read_stage(self, ticket: str, first_block: int) -> Stage:
-        """The full blocks from `first_block` on (maybe none). Renews the lease."""
+        """Full blocks from `first_block` on, as many as there is room to offer (none: there are no more). Renews the lease."""
         ...
 
     async def freeze(self, ticket: str, first_block: int) -> Frozen:

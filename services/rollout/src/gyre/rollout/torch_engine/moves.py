@@ -78,7 +78,10 @@ class StagedMover:
     async def read_stage(self, ticket: str, first_block: int) -> Stage:
         """See `Mover.read_stage`."""
         export = self._export(ticket)
-        return await self._publish(ticket, export, first_block, export.full_blocks())
+        blocks = export.full_blocks()
+        if 0 <= first_block <= len(blocks):
+            blocks = blocks[: first_block + self._need_shipping().max_stage]
+        return await self._publish(ticket, export, first_block, blocks)
 
     async def freeze(self, ticket: str, first_block: int) -> Frozen:
         """See `Mover.freeze`."""
@@ -203,13 +206,22 @@ class StagedMover:
             raise MoveRefused(f"ticket: {reservation.ticket!r} is that of a move from this engine")
 
     async def _publish(self, ticket: str, export: Export, first: int, blocks: Sequence[int]) -> Stage:
-        """Blocks from number `first` on as a stage; what was published before is not published again."""
+        """Blocks from number `first` on as a stage; what was published before is not published again.
+
+        Those before it have been read, or whoever asks would ask for them.
+        """
         if not 0 <= first <= len(blocks):
             raise MoveRefused(f"first_block: {first} must be in 0..{len(blocks)}")
         numbered = dict(enumerate(blocks[first:], first))
         async with export.one_at_a_time:
+            self._retract(export, [number for number in export.published if number < first])
             await self._publish_fresh(ticket, export, numbered)
-        return export.stage(first, list(numbered.values()))
+            return export.stage(first, list(numbered.values()))
+
+    def _retract(self, export: Export, numbers: Sequence[int]) -> None:
+        rows = [export.published.pop(number).row for number in numbers]
+        if self.shipping is not None:
+            self.shipping.retract(rows)
 
     async def _publish_fresh(self, ticket: str, export: Export, numbered: Mapping[int, int]) -> None:
         known = export.published
@@ -234,8 +246,7 @@ class StagedMover:
         self._leases.pop(ticket, None)
         export, held = self._exports.pop(ticket, None), self._imports.pop(ticket, None)
         if export is not None:
-            if self.shipping is not None:
-                self.shipping.retract([each.row for each in export.published.values()])
+            self._retract(export, list(export.published))
             export.drop(keeps_chain)
         if held is not None:
             held.drop(keeps_chain)

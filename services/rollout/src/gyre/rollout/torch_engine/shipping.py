@@ -31,6 +31,11 @@ class Shipping(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
+    @property
+    def max_stage(self) -> int:
+        """Blocks to publish at once at most, so that several moves find room."""
+        ...
+
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         """Makes blocks readable, which must not change meanwhile; their rows and checksums. Raises MoveRefused: no room."""
         ...
@@ -68,6 +73,10 @@ class InPlace:
     @property
     def block_bytes(self) -> int:
         return self._rows[0].nbytes
+
+    @property
+    def max_stage(self) -> int:
+        return len(self._rows)
 
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         serials = [self._pool.serial(block) for block in blocks]
@@ -112,6 +121,10 @@ class Staged:
     @property
     def block_bytes(self) -> int:
         return self._rows[0].nbytes
+
+    @property
+    def max_stage(self) -> int:
+        return max(1, len(self._rows) // 8)
 
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         rows = self._take(len(blocks))
