@@ -110,7 +110,8 @@ def one_round(up: list[Contender], loads: list[int], number: int, arguments: arg
             for one in order:
                 step = decode_step(one, seed, num_live)
                 measured.decode.setdefault((one.name, num_live), []).append(step)
-                say(f"round {number}, {num_live} live, {one.name}: decode step {1000 * step:.2f} CPU-ms")
+                if not math.isnan(step):
+                    say(f"round {number}, {num_live} live, {one.name}: decode step {1000 * step:.2f} CPU-ms")
 
 
 def say(line: str) -> None:
