@@ -182,9 +182,9 @@ async def test_nats_may_be_gone_for_a_while(start: Start, nats_server: Any) -> N
 
 
 async def test_calls_move_off_a_cell_that_goes_to_training(start: Start) -> None:
-    stage, witness = await start(num_cells=2, num_calls=2, max_tokens=80, token_ms=20.0)
+    stage, witness = await start(num_cells=2, num_calls=2, max_tokens=200, token_ms=20.0)
     ids = await witness.dispatch("g00000-000", 6)
-    await until(witness, lambda facts: len(facts) >= 2, CallRecorded)
+    await until(witness, lambda facts: len(facts) >= 2 and any(f.cell == 0 for f in facts), CallRecorded)
     await witness.role(0, 1, "train", 0)
     [released] = await until(witness, lambda facts: bool(facts), CellRolloutReleased)
     assert released.num_moved > 0

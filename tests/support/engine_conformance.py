@@ -219,6 +219,8 @@ async def requests_that_can_never_be_served_are_refused_by_name(lab: Lab) -> Non
         lab.engine.submit(lab.ask(max_tokens=lab.longest * 10))
     with pytest.raises(InvalidRequest, match="temperature"):
         lab.ask(temperature=-1.0)
+    with pytest.raises(InvalidRequest, match="temperature"):
+        lab.ask(temperature=1e-39)
     with pytest.raises(InvalidRequest, match="prompt_ids"):
         lab.ask(prompt_ids=np.zeros(0, dtype=np.int32))
     if lab.predicts:

@@ -171,6 +171,15 @@ async def test_new_weights_are_loaded_into_an_engine_that_serves() -> None:
     assert said[-1] == lo.EngineServing(0, 0, 1, "c1")
 
 
+async def test_what_an_engine_serves_is_known_as_soon_as_it_serves_it() -> None:
+    """Calls that leave an engine right then are moved only between engines that are known to fit."""
+    keeper, _, router, _ = make_keeper()
+    for weights in (V0, V1):
+        keeper.settle(lo.SettleCell(0, 0, True, weights))
+        await keeper.check()
+        assert router.said(0) == Observed(weights.version, False, True)
+
+
 async def test_sleeping_stops_admission_first_and_reports_once() -> None:
     keeper, control, router, said = make_keeper()
     keeper.settle(lo.SettleCell(0, 0, True, V0))

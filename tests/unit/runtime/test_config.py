@@ -68,6 +68,7 @@ def test_a_resolved_configuration_reads_back_as_itself(path):
     ("engine.min_interval_ms=-1", "engine.min_interval_ms = -1.0: must be at least 0"),
     ("engine.move_min_tokens=-1", "engine.move_min_tokens = -1: must be at least 0"),
     ("engine.kv_tokens=8", "engine.kv_tokens = 8: must hold at least one context of sampling.max_context = 8192 tokens"),
+    ("sampling.temperature=1e-39", "sampling.temperature = 1e-39: must be at least 0.0001"),
     ("cells.device=cudda", "cells.device = 'cudda': unknown; use auto or cpu or cuda"),
     ("cells.expert_parallel=2", "expert parallelism is not built yet"),
     ("cells.nodes_per_cell=2", "several nodes in a cell is not built yet"),

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from gyre.runtime.config import RunConfig
 
 BACKENDS = ("auto", "torch", "scripted", "tensorrt_llm", "vllm", "sglang")
+MIN_TEMPERATURE = 1e-4
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -37,6 +38,9 @@ def _check_numbers(config: RunConfig) -> None:
     if engine.kv_tokens < config.sampling.max_context:
         raise ConfigError(f"engine.kv_tokens = {engine.kv_tokens}: must hold at least one context of sampling.max_context = "
                           f"{config.sampling.max_context} tokens")
+    if 0 < config.sampling.temperature < MIN_TEMPERATURE:
+        raise ConfigError(f"sampling.temperature = {config.sampling.temperature}: must be at least {MIN_TEMPERATURE}; below it "
+                          "log-probabilities leave float32")
     if config.cells.device not in DEVICES:
         raise ConfigError(f"cells.device = {config.cells.device!r}: unknown; use {' or '.join(DEVICES)}")
 

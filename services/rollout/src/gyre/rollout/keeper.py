@@ -135,6 +135,8 @@ class Keeper:
             raise EngineError(f"serves version {version} ({checksum}), wanted {weights.version} ({weights.checksum})")
         if self._wanted is not wanted:
             return
+        # What it says of itself now, or calls that leave an engine before the next check would not be moved to it, or from it.
+        self._router.observe(self.cell, await self._engine.observe())
         self._router.set_admitting(self.cell, True)
         if self._said != (wanted.epoch, version):
             self._said = (wanted.epoch, version)

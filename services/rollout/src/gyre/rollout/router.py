@@ -71,6 +71,10 @@ class Router:
         """What the engine says of itself; None: it cannot be reached."""
         self._routes.observe(cell, said)
 
+    def said(self, cell: int) -> Observed:
+        """What the engine last said of itself."""
+        return self._routes.engines[cell].said
+
     @property
     def counts(self) -> MoveCounts:
         return self._routes.counts

@@ -18,6 +18,8 @@ from gyre.rollout.engines.moving import Capabilities, Mover
 if TYPE_CHECKING:  # the gateway and the scripted engine run without torch
     import torch
 
+MIN_TEMPERATURE = 1e-4  # below it log-probs over temperature leave float32
+
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
 
@@ -69,8 +71,9 @@ class GenerateRequest:
             raise InvalidRequest(f"prompt_ids: {prompt.dtype}{list(prompt.shape)} must be int32 of shape [P], P >= 1")
         if self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens: {self.max_tokens} must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise InvalidRequest(f"temperature: {self.temperature} must be finite and not negative")
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
+            raise InvalidRequest(f"temperature: {self.temperature} must be 0 (greedy), or finite and at least "
+                                 f"{MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p: {self.top_p} must be in (0, 1]")
         if self.top_k < 0:
