@@ -202,6 +202,21 @@ async def test_calls_move_off_a_cell_that_goes_to_training(start: Start) -> None
     assert all(said["gyre.tokens"] > 8 and said["gyre.bytes"] > 0 and said["gyre.cell.to"] == 1 for said in moved)
 
 
+@pytest.mark.parametrize("victim", ["engine-0", "engine-1"], ids=["source", "destination"])
+async def test_harnesses_notice_nothing_when_an_engine_dies_while_calls_move(start: Start, victim: str) -> None:
+    stage, witness = await start(num_cells=3, num_calls=3, max_tokens=120, token_ms=15.0)
+    ids = await witness.dispatch("g00000-000", 8)
+    await until(witness, lambda facts: len(facts) >= 4, CallRecorded)
+    await witness.role(0, 1, "train", 0)
+    await asyncio.sleep(0.1)  # somewhere in the drain: wherever that is, nothing may be noticed
+    stage.kill(victim)
+    stage.start(victim)
+    ends = await all_ended(witness, ids)
+    await check_records(witness, ends)
+    await check_what_was_heard(stage, witness, ends)
+    assert all(e.num_harness_errors == 0 for e in ends.values())
+
+
 async def test_a_cell_goes_to_training_and_comes_back_with_new_weights(start: Start) -> None:
     stage, witness = await start(num_cells=2, num_calls=6, token_ms=10.0)
     ids = await witness.dispatch("g00000-000", 4)
