@@ -1,13 +1,13 @@
 """A call outlives its engine: nothing is lost, nothing is said twice, and waiting is counted."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
 from gyre.contracts.errors import EngineError
 from gyre.contracts.events import Sampling, VersionSpan
-from gyre.rollout.attempt import Attempt, Chunk, EngineRefused, Job, Output
+from gyre.rollout.attempt import Attempt, Chunk, EngineFull, EngineRefused, Job, Output
 from gyre.rollout.gateway.session import StallMeter
 from gyre.rollout.router import Router, RouterLimits
 from gyre.runtime.clock import ManualClock, SystemClock
@@ -188,3 +188,28 @@ async def test_a_call_outlives_any_number_of_drains() -> None:
         engine.gate.set()
     await task
     assert output.ids == [*range(9), STOP]
+
+
+async def test_a_full_engine_is_no_failure_and_is_asked_again() -> None:
+    """Its queue empties; until then it goes on admitting others, and the call comes back without being counted."""
+    engine = FullEngine(counting(3), num_full=5)
+    router = router_of(engine, limits=RouterLimits(max_replays=2, full_s=0.0))
+    output, stall = Output(), StallMeter()
+    await router.generate(job(), output, stall)
+    assert output.ids == [*range(3), STOP]
+    assert len(engine.attempts) == 6 and router.is_admitting(0)
+
+
+class FullEngine(FakeEngine):
+    """Refuses the first `num_full` tries."""
+
+    def __init__(self, script: object, num_full: int) -> None:
+        super().__init__(script)
+        self.num_full = num_full
+
+    async def generate(self, attempt: Attempt) -> AsyncIterator[Chunk]:
+        if len(self.attempts) < self.num_full:
+            self.attempts.append(attempt)
+            raise EngineFull("waiting queue full: 7 requests")
+        async for chunk in super().generate(attempt):
+            yield chunk

@@ -62,6 +62,10 @@ class EngineGone(EngineError):
     """The engine cannot be reached or gave up the request; another one may serve it."""
 
 
+class EngineFull(EngineGone):
+    """The engine serves, but its queue is full; it is none of the failures that a call survives only so often."""
+
+
 class EngineRefused(EngineError):
     """The engine will never serve this request."""
 
@@ -70,7 +74,7 @@ class EngineClient(Protocol):
     """One engine as the router sees it."""
 
     def generate(self, attempt: Attempt) -> AsyncIterable[Chunk]:
-        """Raises EngineGone or EngineRefused."""
+        """Raises EngineGone (EngineFull), or EngineRefused."""
         ...
 
 

@@ -11,8 +11,9 @@ from gyre.contracts.errors import EngineError
 from gyre.contracts.events import WeightsPublished
 from gyre.proto.rollout.v1 import engine_pb2 as pb
 from gyre.proto.rollout.v1.engine_pb2_grpc import EngineServiceStub
-from gyre.rollout.attempt import Attempt, Chunk, EngineGone, EngineRefused
+from gyre.rollout.attempt import Attempt, Chunk, EngineFull, EngineGone, EngineRefused
 from gyre.rollout.engine_wire import frozen_message, frozen_of, offer_of, reservation_message, stage_message, stage_of
+from gyre.rollout.engines.base import QUEUE_FULL
 from gyre.rollout.engines.moving import ExportOf, Frozen, MoveRefused, Offer, Reservation, Stage, TicketUnknown
 
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
@@ -52,8 +53,7 @@ class GrpcEngine:
             async for message in call:
                 yield _chunk(message)
         except grpc.aio.AioRpcError as error:
-            kind = EngineRefused if error.code() in _REFUSED else EngineGone
-            raise kind(f"{error.code().name}: {error.details()}") from error
+            raise _failure(error)(f"{error.code().name}: {error.details()}") from error
         finally:
             call.cancel()
 
@@ -138,6 +138,13 @@ async def _moving(call: Awaitable[Any]) -> Any:
         if error.code() == grpc.StatusCode.NOT_FOUND:
             kind = TicketUnknown
         raise kind(f"{error.code().name}: {error.details()}") from error
+
+
+def _failure(error: grpc.aio.AioRpcError) -> type[EngineError]:
+    """What a call that ended early means. gRPC itself also says RESOURCE_EXHAUSTED, of a message that is too large."""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return EngineFull if (error.details() or "").startswith(QUEUE_FULL) else EngineRefused
+    return EngineRefused if error.code() in _REFUSED else EngineGone
 
 
 def _weights(weights: WeightsPublished) -> pb.WeightsRef:

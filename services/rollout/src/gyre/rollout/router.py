@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gyre.contracts.errors import EngineError
-from gyre.rollout.attempt import Attempt, EngineGone, EngineRefused, Job, Output, attempt_of, settled
+from gyre.rollout.attempt import Attempt, EngineFull, EngineGone, EngineRefused, Job, Output, attempt_of, settled
 from gyre.rollout.drain import Drain
 from gyre.rollout.engine_client import Observed
 from gyre.rollout.live_call import LiveCall, Route, Stall
@@ -31,6 +31,7 @@ class RouterLimits:
     max_engine_errors: int = 2  # `finish = error` answers before the call fails
     stall_timeout_s: float = 3600.0  # wait for an engine that admits
     call_timeout_s: float = 3600.0  # one attempt on one engine
+    full_s: float = 0.5  # until an engine whose queue was full is asked again
     max_live: int = 2**31  # calls that an engine runs at once
     moves: MoveLimits = field(default_factory=MoveLimits)
 
@@ -114,6 +115,9 @@ class Router:
                 is_failure = finish != "moved"
             except _Cut as cut:
                 is_failure, last = False, str(cut)
+            except EngineFull as full:
+                is_failure, last = False, str(full)
+                await self._let_others_pass(call)
             except EngineGone as error:
                 last = str(error)
                 log.warning("cell %d: %s: %s", route.engine.cell, call.request_id, error)
@@ -127,6 +131,12 @@ class Router:
             call.pause()
             call.number += 1
         raise EngineError(f"{call.job.request_id}: engines failed it too often{last and f'; the last one: {last}'}")
+
+    async def _let_others_pass(self, call: LiveCall) -> None:
+        """Its engine is full: after a while it asks again, wherever there is least to do then."""
+        call.pause()
+        self._routes.affinity.pop(call.job.execution, None)
+        await asyncio.sleep(self._limits.full_s)
 
     async def _route(self, call: LiveCall) -> Route:
         """Where the call goes next: as the move that stopped it says, else wherever it may be served."""
@@ -177,6 +187,8 @@ class Router:
             raise _Cut(call.reason)
         call.output.cell = engine.cell
         error = task.exception()
+        if isinstance(error, EngineFull):
+            raise error
         if isinstance(error, EngineGone) or (error is None and task.result() == "abort"):
             # Whoever watches the engine opens it again once it answers.
             self.set_admitting(engine.cell, False)

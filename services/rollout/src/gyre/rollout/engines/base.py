@@ -18,6 +18,7 @@ from gyre.rollout.engines.moving import Capabilities, Mover
 if TYPE_CHECKING:  # the gateway and the scripted engine run without torch
     import torch
 
+QUEUE_FULL = "waiting queue full"  # how the message of EngineBusy begins
 MIN_TEMPERATURE = 1e-4  # below it log-probs over temperature leave float32
 
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]

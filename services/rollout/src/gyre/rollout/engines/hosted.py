@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from gyre.contracts.errors import EngineError
 from gyre.rollout.engines.base import (
+    QUEUE_FULL,
     AdmissionClosed,
     EngineBusy,
     EventStream,
@@ -177,7 +178,7 @@ class HostedEngine:
         check_request(request, min(self._config.max_position, self._config.kv_tokens), self._policy.vocab_size)
         num_waiting = sum(not live.running for live in self._lives.values())
         if num_waiting >= self._config.max_waiting:
-            raise EngineBusy(f"waiting queue full: {num_waiting} requests; try another cell or later")
+            raise EngineBusy(f"{QUEUE_FULL}: {num_waiting} requests; try another cell or later")
 
     def _begin(self, live: Live) -> None:
         live.ending = None

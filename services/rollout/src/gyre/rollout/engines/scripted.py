@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from gyre.contracts.errors import EngineError
 from gyre.rollout.engines.base import (
+    QUEUE_FULL,
     AdmissionClosed,
     EngineBusy,
     EventStream,
@@ -129,7 +130,7 @@ class ScriptedEngine:
             raise InvalidRequest(f"prompt_ids + max_tokens: exceed {self._config.kv_tokens}, the longest context")
         num_waiting = len(self._live) - len(self._running)
         if num_waiting >= self._config.max_waiting:
-            raise EngineBusy(f"waiting queue full: {num_waiting} requests; try another cell or later")
+            raise EngineBusy(f"{QUEUE_FULL}: {num_waiting} requests; try another cell or later")
         live = _Live(request, EventStream(), self._reuse(request))
         self._num_reused += live.num_reused
         self._num_prefilled += len(request.prompt_ids) - live.num_reused

@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
-from gyre.rollout.engines.base import EngineBusy, EventStream, Finish, GenerateRequest, InvalidRequest, TokenEvent
+from gyre.rollout.engines.base import (
+    QUEUE_FULL,
+    EngineBusy,
+    EventStream,
+    Finish,
+    GenerateRequest,
+    InvalidRequest,
+    TokenEvent,
+)
 from gyre.rollout.torch_engine.cache import KEPT, BlockPool, Chain, Root
 from gyre.rollout.torch_engine.recent import RecentPrefixes
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows
@@ -102,7 +110,7 @@ class Scheduler:
                 f"{self.longest}, the longest context of this engine"
             )
         if len(self.waiting) >= self.config.max_waiting:
-            raise EngineBusy(f"waiting queue full: {len(self.waiting)} requests; try another cell or later")
+            raise EngineBusy(f"{QUEUE_FULL}: {len(self.waiting)} requests; try another cell or later")
         brought = chain is not None and bool(chain.blocks)
         sequence = Sequence(request, stream, self._arrivals, chain or Chain(self.root(request.namespace)))
         self._arrivals += 1
