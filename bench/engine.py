@@ -8,7 +8,7 @@ One randomly initialised Qwen3 in float32, one thread each, greedy, answers of o
 - vllm: vLLM's CPU build with prefix caching, in an environment of its own (`sh tools/setup_vllm.sh` makes .venv-vllm).
 
 The work: 1, 8 and 32 live sessions that share a system prompt, which everybody saw in the warm-up; in each turn the prompt is
-the context so far and a tool's output, about 44 prompt tokens per answer token in all. `generate` has no cache between its
+the context so far and a tool's output, about 65 prompt tokens per answer token in all (recorded coding agents: 246). `generate` has no cache between its
 calls and computes every context again; the others find it. That is part of what is compared, so decoding alone is shown
 apart: equal contexts that nobody shares, their prompts computed before (`generate`'s best case).
 
@@ -16,7 +16,7 @@ Rounds alternate between the contenders. Counted is the CPU time of a contender'
 excluded; shown are medians of rounds. The bound of a decode step is the time to read the weights and the KV of its contexts
 once, at the bandwidth of one thread that sums a large buffer, measured between the rounds; the best of both are compared.
 
-    python bench/engine.py [--rounds 3] [--live 1 8 32] [--turns 4] [--answer 24] [--vllm .venv-vllm/bin/python]
+    python bench/engine.py [--rounds 3] [--live 1 8 32] [--turns 6] [--answer 24] [--vllm .venv-vllm/bin/python]
 
 The last line is for scripts: ratios of answer tokens per CPU-second over the whole mix, each load with equal weight (geometric
 mean), and the share of the bound at the smallest load.
@@ -197,7 +197,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--live", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--answer", type=int, default=24, help="tokens of every answer")
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     parser.add_argument("--only", nargs="+", default=["gyre", "generate", "cb", "vllm"], help="contenders; gyre must be one")

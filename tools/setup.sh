@@ -11,6 +11,7 @@
 # so an interrupted install is never taken for a finished one, and a second call only compares two small files.
 set -eu
 cd "$(dirname "$0")/.."
+. tools/uv_settings.sh
 
 venv=.venv
 done_stamp=$venv/.setup-done
@@ -25,7 +26,7 @@ die() { printf '==> error: %s\n' "$*" >&2; exit 1; }
 
 inputs() {
     printf 'checkout %s\ntorch %s\n' "$(pwd -P)" "$torch_build"
-    cat tools/setup.sh constraints.txt pyproject.toml libs/*/pyproject.toml services/*/pyproject.toml
+    cat tools/setup.sh tools/uv_settings.sh constraints.txt pyproject.toml libs/*/pyproject.toml services/*/pyproject.toml
 }
 
 find_python() {
@@ -62,21 +63,8 @@ create_venv() {
     fi
 }
 
-# uv reads none of pip's settings; whoever pointed pip at a mirror, a folder of wheels or a certificate meant it for this.
 pip_settings() {
     $venv/bin/python -m pip config list 2>/dev/null || "$(find_python)" -m pip config list 2>/dev/null || true
-}
-
-setting() { printf '%s\n' "$settings" | sed -n "s/^[a-z:]*\\.$1='\\(.*\\)'\$/\\1/p" | tail -n 1; }
-
-export_uv_settings() {
-    settings=$(pip_settings)
-    : "${UV_FIND_LINKS:=$(setting find-links)}" "${UV_DEFAULT_INDEX:=$(setting index-url)}"
-    : "${SSL_CERT_FILE:=$(setting cert)}"
-    [ -z "$UV_FIND_LINKS" ] || export UV_FIND_LINKS
-    [ -z "$UV_DEFAULT_INDEX" ] || export UV_DEFAULT_INDEX
-    [ -z "$SSL_CERT_FILE" ] || export SSL_CERT_FILE
-    export UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV="$(pwd -P)/$venv"
 }
 
 uv_install() { $venv/bin/uv pip install --quiet --python $venv/bin/python "$@"; }
@@ -127,7 +115,7 @@ else
     [ ! -e $building ] || say "the last set-up did not finish: starting anew"
     create_venv
 fi
-export_uv_settings
+export_uv_settings "$(pip_settings)" "$venv"
 install_torch
 install_packages
 inputs > $done_stamp

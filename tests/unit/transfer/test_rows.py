@@ -28,34 +28,12 @@ from gyre.transfer import (
 from gyre.transfer.rows import RowRead
 from gyre.transfer.shared_memory import ROWS_CHUNK_BYTES, Maps, SharedMemoryReader
 from nixl_fakes import FakeFabric
-from transfer_pairs import BACKENDS, owner_over, reader_over
+from transfer_pairs import owner_over, reader_over
 
 NUM_ROWS = 40
 SHAPE = (2, 3)
 UNTOUCHED = -1.0
 FITTING = np.zeros((NUM_ROWS, *SHAPE), np.float32)
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def fabric() -> FakeFabric:
-    return FakeFabric()
-
-
-@pytest.fixture
-def owner(backend: str, fabric: FakeFabric, tmp_path: Path) -> Iterator[Transfer]:
-    with owner_over(backend, fabric, tmp_path) as transfer:
-        yield transfer
-
-
-@pytest.fixture
-def reader(backend: str, fabric: FakeFabric) -> Iterator[Transfer]:
-    with reader_over(backend, fabric) as transfer:
-        yield transfer
 
 
 def pool_of(owner: Transfer, num_rows: int = NUM_ROWS, shape: tuple[int, ...] = SHAPE) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +26,7 @@ from gyre.transfer import (
 )
 from gyre.transfer.shared_memory import copy_out
 from gyre.transfer.tcp import TcpServer
-from nixl_fakes import FakeFabric
-from transfer_pairs import BACKENDS, LOOPBACK, owner_over, reader_over
+from transfer_pairs import LOOPBACK
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -38,28 +36,6 @@ def arrays() -> dict[str, np.ndarray]:
         "scale": np.array(2.5, dtype=np.float64),
         "nothing": np.zeros((0, 8), dtype=np.float32),
     }
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def fabric() -> FakeFabric:
-    return FakeFabric()
-
-
-@pytest.fixture
-def owner(backend: str, fabric: FakeFabric, tmp_path: Path) -> Iterator[Transfer]:
-    with owner_over(backend, fabric, tmp_path) as transfer:
-        yield transfer
-
-
-@pytest.fixture
-def reader(backend: str, fabric: FakeFabric) -> Iterator[Transfer]:
-    with reader_over(backend, fabric) as transfer:
-        yield transfer
 
 
 async def test_a_read_returns_the_registered_bytes(owner: Transfer, reader: Transfer) -> None:

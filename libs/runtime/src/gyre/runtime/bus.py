@@ -116,7 +116,8 @@ class Bus:
                    "max_outstanding_pings": 2, "connect_timeout": 5, "drain_timeout": 10, "error_cb": on_error,
                    "closed_cb": on_closed, "disconnected_cb": on_disconnected, "reconnected_cb": on_reconnected}
         try:
-            await asyncio.wait_for(client.connect(servers=[url], allow_reconnect=True, **options), 60)
+            async with asyncio.timeout(60):
+                await client.connect(servers=[url], allow_reconnect=True, **options)
         except (TimeoutError, nats.errors.Error, OSError) as error:
             raise BusError(f"nats at {url}: cannot connect: {error!r}") from error
         bus_box.append(cls(client, clock or SystemClock()))

@@ -87,7 +87,8 @@ class ServerProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()  # the shim takes it for our end, and sees to the rest
         try:
-            await asyncio.wait_for(self._process.wait(), _STOP_WAIT_S)
+            async with asyncio.timeout(_STOP_WAIT_S):
+                await self._process.wait()
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 from gyre.rollout.engines.host import Call, Ended, Exported, HostError, Piece
+from gyre.rollout.engines.http_client import EngineHttp
 from gyre.rollout.engines.launched import Server
 from gyre.rollout.engines.moving import Capabilities, MoveRefused
 
@@ -52,27 +53,14 @@ class SgLangHost:
 
     def __init__(self, server: Server, settings: SgLangSettings) -> None:
         self.capabilities = Capabilities("replay", sleeps=settings.sleeps)
-        self.failed = asyncio.Event()
-        self._server = server
+        self._http = EngineHttp("SGLang", server, settings.call_s, settings.poll_s)
+        self.failed = self._http.failed
         self._settings = settings
-        self._http: httpx.AsyncClient | None = None
         self._era = 0  # releases of the cache: part of every key, so that even a flush that failed lets nothing be hit
-        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """See `Host.start`."""
-        url = await self._server.start()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(base_url=url, timeout=self._settings.call_s, limits=limits, trust_env=False)
-        self._watch = asyncio.get_running_loop().create_task(self._until_it_dies())
-        try:
-            async with asyncio.timeout(self._settings.start_s):
-                while not await self._answers():
-                    if self._server.died.is_set():
-                        raise HostError(f"SGLang ended while it started: {self._server.last_words()}")
-                    await asyncio.sleep(self._settings.poll_s)
-        except TimeoutError:
-            raise HostError(f"SGLang does not answer after {self._settings.start_s} s: {self._server.last_words()}") from None
+        await self._http.start(self._settings.start_s)
 
     async def generate(self, call: Call) -> AsyncIterator[Piece | Ended]:
         """See `Host.generate`."""
@@ -161,11 +149,7 @@ class SgLangHost:
 
     async def close(self) -> None:
         """See `Host.close`."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._http is not None:
-            await self._http.aclose()
-        await self._server.stop()
+        await self._http.close()
 
     async def _chunks(self, call: Call) -> AsyncIterator[dict[str, Any]]:
         """The events of one streamed call."""
@@ -179,66 +163,27 @@ class SgLangHost:
             "stream": True,
             "extra_key": f"{self._era}/{call.salt}",
         }
-        timeout = httpx.Timeout(self._settings.call_s, read=None)  # a token may wait behind a long queue
-        async with self._client.stream("POST", "/generate", json=body, timeout=timeout) as answer:
+        async with self._http.client.stream("POST", "/generate", json=body, timeout=self._http.streaming()) as answer:
             if answer.status_code != 200:
-                text = (await answer.aread()).decode(errors="replace")
-                yield {"error": {"message": f"/generate answered {answer.status_code}: {text[:500]}"}}
+                await answer.aread()
+                yield {"error": {"message": self._http.refusal("/generate", answer)}}
                 return
             async for line in answer.aiter_lines():
                 if line.startswith("data:") and (text := line[5:].strip()) != "[DONE]":
                     yield json.loads(text)
 
-    @property
-    def _client(self) -> httpx.AsyncClient:
-        if self._http is None:
-            raise HostError("SGLang has not been started")
-        return self._http
-
-    async def _answers(self) -> bool:
-        try:
-            return (await self._client.get("/health", timeout=5.0)).status_code == 200
-        except httpx.HTTPError:
-            return False
-
     async def _flushed(self) -> bool:
-        try:
-            return (await self._client.post("/flush_cache")).status_code == 200
-        except httpx.HTTPError as error:
-            raise HostError(f"SGLang: /flush_cache: {type(error).__name__}: {error}") from error
+        return (await self._http.status("POST", "/flush_cache")).status_code == 200
 
     async def _post(self, route: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        try:
-            answer = await self._client.post(route, json=body, timeout=timeout_s or self._settings.call_s)
-        except httpx.HTTPError as error:
-            raise HostError(f"SGLang: {route}: {type(error).__name__}: {error}") from error
-        return _content(route, answer)
+        return await self._http.ask("POST", route, body, timeout_s)
 
     async def _info(self, what: str) -> dict[str, Any]:
         """`/model_info` or `/server_info`; older servers put `get_` before both."""
-        try:
-            answer = await self._client.get(f"/{what}")
-            if answer.status_code == 404:
-                answer = await self._client.get(f"/get_{what}")
-        except httpx.HTTPError as error:
-            raise HostError(f"SGLang: /{what}: {type(error).__name__}: {error}") from error
-        return _content(f"/{what}", answer)
-
-    async def _until_it_dies(self) -> None:
-        await self._server.died.wait()
-        log.error("SGLang's process has ended: %s", self._server.last_words())
-        self.failed.set()
-
-
-def _content(route: str, answer: httpx.Response) -> dict[str, Any]:
-    """The JSON object of an answer, {} for an empty or textual one. Raises HostError unless it says 200."""
-    if answer.status_code != 200:
-        raise HostError(f"SGLang: {route} answered {answer.status_code}: {answer.text[:500]}")
-    try:
-        content = answer.json()
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+        answer = await self._http.status("GET", f"/{what}")
+        if answer.status_code == 404:
+            answer = await self._http.status("GET", f"/get_{what}")
+        return self._http.content(f"/{what}", answer)
 
 
 def sampling_of(call: Call) -> dict[str, Any]:

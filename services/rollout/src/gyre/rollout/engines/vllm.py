@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import msgspec
 from gyre.rollout.engines.host import Call, Ended, Exported, HostError, Piece
+from gyre.rollout.engines.http_client import PLAIN_TEXT, EngineHttp
 from gyre.rollout.engines.launched import Server
 from gyre.rollout.engines.moving import Capabilities, MoveRefused
 from gyre.rollout.engines.vllm_ticket import VllmTicket, tokens_digest
@@ -44,7 +45,6 @@ NEEDED = {
 _ABORT_AGAIN_S = 0.5
 _ABORT_TRIES = 20
 _MAX_TICKETS = 4096
-_PLAIN_TEXT = 500  # characters of an answer that go into a message
 
 
 @dataclass(frozen=True)
@@ -76,33 +76,20 @@ class VllmHost:
     ) -> None:
         moves = settings.moves and bool(settings.layout)
         self.capabilities = Capabilities("ticket" if moves else "replay", settings.layout if moves else "", settings.sleeps)
-        self.failed = asyncio.Event()
-        self._server = server
+        self._http = EngineHttp("vLLM", server, settings.call_s, settings.poll_s)
+        self.failed = self._http.failed
         self._settings = settings
         self._prepare = prepare
         self._clock = clock
-        self._http: httpx.AsyncClient | None = None
         self._out: dict[str, asyncio.Event] = {}  # calls whose stream is open
         self._held: OrderedDict[bytes, str] = OrderedDict()  # tickets given, and the server's name for what they name
         self._used: OrderedDict[bytes, None] = OrderedDict()  # tickets shown to this server
         self._era = 0  # part of every salt: the next one hits nothing that is cached
         self._version = ""
-        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """See `Host.start`."""
-        url = await self._server.start()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(base_url=url, timeout=self._settings.call_s, limits=limits, trust_env=False)
-        self._watch = asyncio.get_running_loop().create_task(self._until_it_dies())
-        try:
-            async with asyncio.timeout(self._settings.start_s):
-                while not await self._answers():
-                    if self._server.died.is_set():
-                        raise HostError(f"vLLM ended while it started: {self._server.last_words()}")
-                    await asyncio.sleep(self._settings.poll_s)
-        except TimeoutError:
-            raise HostError(f"vLLM does not answer after {self._settings.start_s} s: {self._server.last_words()}") from None
+        await self._http.start(self._settings.start_s)
         await self._check()
 
     async def generate(self, call: Call) -> AsyncIterator[Piece | Ended]:
@@ -130,7 +117,8 @@ class VllmHost:
             done = self._out[call_id]
             await self._post(ABORT, {"request_ids": [ID_PREFIX + call_id]})
             with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), _ABORT_AGAIN_S)
+                async with asyncio.timeout(_ABORT_AGAIN_S):
+                    await done.wait()
 
     async def hold(self) -> None:
         """See `Host.hold`. A pause waits until no KV is left to pull; what is not pulled soon is given up."""
@@ -155,7 +143,7 @@ class VllmHost:
 
     async def fingerprint(self) -> str:
         """See `Host.fingerprint`: the version it says it serves; one that came back by itself has none."""
-        return str((await self._ask("GET", "/weight_info")).get("weight_version", ""))
+        return str((await self._http.ask("GET", "/weight_info")).get("weight_version", ""))
 
     async def reset_cache(self) -> None:
         """See `Host.reset_cache`. It is refused while KV is held for someone; the era in every salt does without."""
@@ -202,11 +190,7 @@ class VllmHost:
 
     async def close(self) -> None:
         """See `Host.close`."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._http is not None:
-            await self._http.aclose()
-        await self._server.stop()
+        await self._http.close()
 
     async def _parts(self, call: Call, ticket: VllmTicket | None) -> AsyncIterator[Piece | Ended]:
         """What a stream says. Of imported KV nothing is passed on before its first prediction was found right."""
@@ -214,7 +198,7 @@ class VllmHost:
         watch, transfer = (None, None) if ticket is None else (ticket.next_id, ticket.parameters)
         async for chunk in self._chunks(body_of(call, self._salt(call), watch=watch, transfer=transfer)):
             if chunk.error is not None:
-                yield Ended("error", f"vLLM: {chunk.error.message[:_PLAIN_TEXT]}")
+                yield Ended("error", f"vLLM: {chunk.error.message[:PLAIN_TEXT]}")
                 return
             num_reused = chunk.usage.num_reused if chunk.usage else num_reused
             for choice in chunk.choices:
@@ -262,24 +246,23 @@ class VllmHost:
         return salt_of(self._era, call.salt)
 
     async def _chunks(self, body: dict[str, Any]) -> AsyncIterator[Chunk]:
-        """The events of one streamed call. A token may wait behind a long queue, so reading has no deadline."""
-        timeout = httpx.Timeout(self._settings.call_s, read=None)
-        async with self._client.stream("POST", GENERATE, json=body, timeout=timeout) as answer:
+        """The events of one streamed call."""
+        async with self._http.client.stream("POST", GENERATE, json=body, timeout=self._http.streaming()) as answer:
             if answer.status_code != 200:
                 await answer.aread()
-                raise ValueError(_refusal(GENERATE, answer))
+                raise ValueError(self._http.refusal(GENERATE, answer))
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     yield read_chunk(line[6:])
 
     async def _chunk(self, body: dict[str, Any]) -> Chunk:
+        answer = await self._http.status("POST", GENERATE, body)
+        if answer.status_code != 200:
+            raise HostError(self._http.refusal(GENERATE, answer))
         try:
-            answer = await self._client.post(GENERATE, json=body)
-            if answer.status_code != 200:
-                raise HostError(_refusal(GENERATE, answer))
             return read_chunk(answer.content)
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            raise HostError(f"vLLM: {GENERATE}: {type(error).__name__}: {error}") from error
+        except msgspec.MsgspecError as error:
+            raise HostError(f"vLLM: {GENERATE}: {error}") from error
 
     async def _release(self, held_ids: list[str]) -> None:
         if held_ids:
@@ -292,8 +275,8 @@ class VllmHost:
 
     async def _check(self) -> None:
         """Whether this server is one that we can work with. Raises HostError saying what it lacks and how it gets it."""
-        version = (await self._ask("GET", "/version")).get("version", "unknown")
-        routes = (await self._ask("GET", "/openapi.json")).get("paths", {})
+        version = (await self._http.ask("GET", "/version")).get("version", "unknown")
+        routes = (await self._http.ask("GET", "/openapi.json")).get("paths", {})
         missing = sorted({f"{route} ({how})" for route, how in NEEDED.items() if route not in routes})
         if missing:
             raise HostError(f"vLLM {version} lacks {', '.join(missing)}")
@@ -308,42 +291,8 @@ class VllmHost:
         log.info("vLLM %s: %d routes, workers %s, requests move by %s, sleep %s", version, len(routes), hello,
                  self.capabilities.migration, sleep)  # fmt: skip
 
-    @property
-    def _client(self) -> httpx.AsyncClient:
-        if self._http is None:
-            raise HostError("vLLM has not been started")
-        return self._http
-
-    async def _answers(self) -> bool:
-        try:
-            return (await self._client.get("/health", timeout=5.0)).status_code == 200
-        except httpx.HTTPError:
-            return False
-
     async def _post(self, route: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        return await self._ask("POST", route, body, timeout_s)
-
-    async def _ask(
-        self, method: str, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        """The JSON object of an answer, {} for another one. Raises HostError unless it says 200."""
-        try:
-            answer = await self._client.request(method, route, json=body, timeout=timeout_s or self._settings.call_s)
-            content = answer.json() if answer.status_code == 200 and answer.content else {}
-        except (httpx.HTTPError, ValueError) as error:
-            raise HostError(f"vLLM: {route}: {type(error).__name__}: {error}") from error
-        if answer.status_code != 200:
-            raise HostError(_refusal(route, answer))
-        return content if isinstance(content, dict) else {}
-
-    async def _until_it_dies(self) -> None:
-        await self._server.died.wait()
-        log.error("vLLM's process has ended: %s", self._server.last_words())
-        self.failed.set()
-
-
-def _refusal(route: str, answer: httpx.Response) -> str:
-    return f"vLLM: {route} answered {answer.status_code}: {answer.text[:_PLAIN_TEXT]}"
+        return await self._http.ask("POST", route, body, timeout_s)
 
 
 def _remember(table: OrderedDict[bytes, Any], ticket: bytes, value: Any) -> None:
