@@ -1,6 +1,5 @@
 """The scheduler's fold and decisions, driven by a small world that answers each fact as the services would."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -9,83 +8,30 @@ from gyre.runtime.config import TimeoutCalls
 from gyre.scheduler import core
 from gyre.scheduler.burst import train_group, train_task
 from gyre.scheduler.config import Plan
-from gyre.scheduler.schedules import Colocate
+from gyre.scheduler.schedules import Capacity, Colocate, Schedule, schedule_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_world import play
 
 PLAN = Plan(num_steps=3, seed=1, num_cells=2, steps_per_burst=1, num_outstanding=2, executions_per_group=2,
             train_tasks=("train/a", "train/b", "train/c"), held_out_tasks=("held-out/x",), executions_per_held_out=1,
             evaluate_at_start=True, evaluate_at_end=True, timeout_s=60, overall_timeout_s=120,
-            timeout_calls=TimeoutCalls(0.5, 2, 4), config_digest="d")
+            timeout_calls=TimeoutCalls(0.5, 2, 4), config_digest="d", groups_per_step=2, capacity=Capacity(4))
+ELASTIC = replace(PLAN, num_steps=6, num_cells=4, steps_per_burst=2, num_outstanding=6)  # phi = 1
+SETTINGS = {
+    "colocate": PLAN, "elastic": ELASTIC, "async": ELASTIC, "async+streaming": ELASTIC,
+    "rollpacker": replace(PLAN, num_cells=4),
+    "colocate+standalone": replace(ELASTIC, num_standalone=1),
+    "colocate+standalone+streaming": replace(ELASTIC, num_standalone=2),
+}
 
 
-class World:
-    """Answers every fact of the scheduler with the facts the other services would say, in any order."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.pending: list[e.Fact] = [e.CellRolloutReady(c, 0, 0, "") for c in range(plan.num_cells)]
-        self.version = 0
-        self.epochs = dict.fromkeys(range(plan.num_cells), 0)
-        self.training: set[int] = set()
-        self.completed_in_burst = 0
-
-    def hear(self, fact: e.Fact) -> None:
-        match fact:
-            case e.GroupDispatched():
-                for spec in fact.executions:
-                    self.pending.append(e.ExecutionTerminated(spec.execution, fact.group, fact.query, fact.purpose,
-                                                              "finished", 1, 1.0))
-                self.pending.append(e.GroupCompleted(fact.group, fact.burst, fact.query, fact.purpose, fact.version,
-                                                     (), len(fact.executions), 0.5, 0.0, (), fact.label))
-            case e.CellRoleAssigned(role="train"):
-                assert fact.epoch > self.epochs[fact.cell]
-                self.epochs[fact.cell] = fact.epoch
-                self.pending.append(e.CellTrainJoined(fact.cell, fact.epoch, self.version, self.version))
-                self.training.add(fact.cell)
-                if len(self.training) == self.plan.num_cells:
-                    self._finish_burst()
-            case e.CellRoleAssigned():
-                assert fact.epoch > self.epochs[fact.cell]
-                self.epochs[fact.cell] = fact.epoch
-                self.training.discard(fact.cell)
-                self.pending.append(e.CellRolloutReady(fact.cell, fact.epoch, self.version, "c"))
-
-    def _finish_burst(self) -> None:
-        for _ in range(self.plan.steps_per_burst):
-            self.pending.append(e.StepFinished(self.version, self.version + 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0))
-            self.version += 1
-        self.pending.append(e.WeightsPublished(self.version, "c", 0, "ckpt"))
-
-
-def play(plan: Plan, seed: int, duplicate: float = 0.0, forget: float = 0.0) -> tuple[core.State, list[e.Fact]]:
-    """Run a whole training; facts arrive shuffled, sometimes twice; the scheduler sometimes restarts."""
-    dice, world, said = random.Random(seed), World(plan), [e.RunOpened("d", plan.seed, plan.num_cells)]
-    heard: list[e.Fact] = list(said)
-    state = core.fold(core.initial(plan.num_cells), said[0])
-    for _ in range(10_000):
-        for fact in core.decide(state, plan, Colocate()):
-            said.append(fact)
-            world.hear(fact)
-            heard.append(fact)
-            state = core.fold(state, fact)
-        if state.closed:
-            return state, said
-        if world.pending:
-            fact = world.pending.pop(dice.randrange(len(world.pending)))
-            if dice.random() < duplicate:
-                world.pending.append(fact)
-            heard.append(fact)
-            state = core.fold(state, fact)
-        if dice.random() < forget:
-            state = core.initial(plan.num_cells)
-            for fact in sorted(heard, key=lambda f: isinstance(f, e.GroupDispatched)):  # another interleaving of streams
-                state = core.fold(state, fact)
-    raise AssertionError(f"the run did not close: {state}")
+def decided(state: core.State, plan: Plan = PLAN, schedule: Schedule | None = None, now: float = 0.0) -> list[e.Fact]:
+    return list(core.decide(state, plan, schedule or Colocate(), now).facts)
 
 
 def test_a_run_evaluates_trains_all_steps_evaluates_and_closes():
-    state, said = play(PLAN, 0)
+    state, said = play(PLAN, Colocate(), 0)
     assert state.closed == "completed"
     assert state.steps_finished == state.published_version == 3
     labels = [f.label for f in said if isinstance(f, e.GroupDispatched) and f.purpose == "eval"]
@@ -94,35 +40,40 @@ def test_a_run_evaluates_trains_all_steps_evaluates_and_closes():
     assert bursts == [0, 1, 2] == [f.burst for f in said if isinstance(f, e.BurstClosed)]
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("name", SETTINGS)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), duplicate=st.sampled_from([0.0, 0.3]), forget=st.sampled_from([0.0, 0.05]))
-def test_any_order_of_facts_duplicates_and_restarts_dispatch_everything_once(seed, duplicate, forget):
-    state, said = play(PLAN, seed, duplicate, forget)
+def test_any_order_of_facts_duplicates_and_restarts_dispatch_everything_once(name, seed, duplicate, forget):
+    plan = SETTINGS[name]
+    state, said = play(plan, schedule_of(name, 2), seed, duplicate, forget)
     groups = [f.group for f in said if isinstance(f, e.GroupDispatched)]
-    assert len(groups) == len(set(groups)) == 3 * PLAN.num_outstanding + 2
+    assert len(groups) == len(set(groups)) == plan.num_steps * plan.groups_per_step + 2
     executions = [s.execution for f in said if isinstance(f, e.GroupDispatched) for s in f.executions]
     assert len(executions) == len(set(executions))
-    assert state.water.level == 0
+    assert (state.water.level, state.closed, state.published_version) == (0, "completed", plan.num_steps)
 
 
+@pytest.mark.parametrize("name", SETTINGS)
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_transitions_to_training_are_serial_core_first_and_only_at_waterlevel_zero(seed):
-    state = core.fold(core.initial(2), e.RunOpened("d", 1, 2))
-    world, dice = World(PLAN), random.Random(seed)
-    for _ in range(10_000):
-        if state.closed:
-            break
-        for fact in core.decide(state, PLAN, Colocate()):
-            if isinstance(fact, e.CellRoleAssigned) and fact.role == "train":
-                assert state.water.level == 0
-                assert state.settled
-                assert [c.role for c in state.cells] == ["train"] * fact.cell + ["rollout"] * (2 - fact.cell)
-            world.hear(fact)
-            state = core.fold(state, fact)
-        if world.pending:
-            state = core.fold(state, world.pending.pop(dice.randrange(len(world.pending))))
-    assert state.closed
+def test_transitions_to_training_are_serial_in_order_and_leave_room_for_what_is_unfinished(name, seed):
+    plan, schedule = SETTINGS[name], schedule_of(name, 2)
+
+    def check(state: core.State, fact: e.Fact) -> None:
+        if isinstance(fact, e.GroupDispatched) and fact.purpose == "train":
+            outstanding = state.num_train_groups + 1 - state.burst_version * plan.groups_per_step
+            assert outstanding <= plan.num_outstanding
+        if isinstance(fact, e.CellRoleAssigned) and fact.role == "train":
+            assert all(c.settled for c in state.cells)
+            roles = [c.role for c in state.cells]
+            assert roles == ["train"] * fact.cell + ["rollout"] * (len(roles) - fact.cell)
+            stays = len(roles) - fact.cell - 1
+            if name == "elastic":
+                assert state.water.level <= stays * plan.capacity.executions
+            if name.startswith("colocate") and fact.cell == 0:
+                assert state.water.level <= plan.num_standalone * plan.capacity.executions
+
+    play(plan, schedule, seed, check=check)
 
 
 def test_a_burst_that_was_opened_but_not_fully_dispatched_is_completed_by_the_next_leader():
@@ -130,7 +81,7 @@ def test_a_burst_that_was_opened_but_not_fully_dispatched_is_completed_by_the_ne
     state.burst, state.burst_open, state.burst_version, state.burst_steps = 0, True, 0, 1
     first = train_group(PLAN, 0, 0, 0, 0)
     state = core.fold(state, first)
-    missing = core.decide(state, PLAN, Colocate())
+    missing = decided(state)
     assert [f.group for f in missing] == ["g00000-001"]
     assert missing == [train_group(PLAN, 0, 1, 1, 0)]
 
@@ -139,14 +90,15 @@ def test_stopping_ends_the_open_burst_and_closes_without_the_last_evaluation():
     state = core.fold(core.initial(2), e.RunOpened("d", 1, 2))
     for cell in range(2):
         state = core.fold(state, e.CellRolloutReady(cell, 0, 0, ""))
-    state.burst, state.stop_reason = 0, "user"
-    assert core.decide(state, PLAN, Colocate()) == [e.RunClosed("stopped: user", 0)]
+    state.burst = 0
+    state = core.fold(state, e.RunStopRequested("user", 0))
+    assert decided(state) == [e.RunClosed("stopped: user", 0)]
 
 
 def test_a_run_that_was_stopped_is_opened_again_where_it_was():
     state = core.fold(core.initial(2), e.RunOpened("d", 1, 2))
     state = core.fold(state, e.RunClosed("stopped: user", 0))
-    assert core.decide(state, PLAN, Colocate()) == []
+    assert decided(state) == []
     state = core.fold(state, e.RunOpened("d", 1, 2, 0, 0, opening=1))
     state = core.fold(state, e.RunClosed("stopped: user", 0))  # the old one, seen again
     assert (state.phase(), state.closed) == ("evaluating", "")
@@ -155,9 +107,9 @@ def test_a_run_that_was_stopped_is_opened_again_where_it_was():
 def test_nothing_is_dispatched_before_every_engine_is_ready():
     state = core.fold(core.initial(2), e.RunOpened("d", 1, 2))
     state = core.fold(state, e.CellRolloutReady(0, 0, 0, ""))
-    assert core.decide(state, PLAN, Colocate()) == []
+    assert decided(state) == []
     state = core.fold(state, e.CellRolloutReady(1, 0, 0, ""))
-    assert isinstance(core.decide(state, PLAN, Colocate())[0], e.GroupDispatched)
+    assert isinstance(decided(state)[0], e.GroupDispatched)
 
 
 def test_a_cell_that_did_not_train_must_also_serve_the_new_version():
@@ -172,19 +124,19 @@ def test_a_cell_that_did_not_train_must_also_serve_the_new_version():
         state = core.fold(state, e.CellRolloutReady(cell, 0, 0, ""))
     state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"))
     state = core.fold(state, e.CellRolloutReady(0, 0, 1, "c"))
-    assert core.decide(state, PLAN, Colocate()) == []
+    assert decided(state) == []
     state = core.fold(state, e.CellRolloutReady(1, 0, 1, "c"))
-    assert core.decide(state, PLAN, Colocate()) == [e.BurstClosed(0, 1)]
+    assert decided(state) == [e.BurstClosed(0, 1)]
 
 
 def test_facts_of_an_older_epoch_confirm_nothing():
     state = core.fold(core.initial(1), e.CellRoleAssigned(0, 3, "train", "t", 0))
     state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0))
-    assert not state.settled
+    assert not state.cells[0].settled
     state = core.fold(state, e.CellRoleAssigned(0, 2, "rollout", "t", 0))
     assert (state.cells[0].role, state.cells[0].epoch) == ("train", 3)
     state = core.fold(state, e.CellTrainJoined(0, 3, 0, 0))
-    assert state.settled
+    assert state.cells[0].settled
 
 
 def test_tasks_are_drawn_without_repetition_inside_a_pass_and_anew_in_the_next():
@@ -205,5 +157,6 @@ def test_about_the_configured_share_of_executions_is_limited_by_calls():
 
 @pytest.mark.parametrize("num_cells", [1, 2, 4])
 def test_any_number_of_cells_works(num_cells):
-    state, _ = play(replace(PLAN, num_cells=num_cells), 3)
-    assert state.closed == "completed"
+    for name in ("colocate", "elastic", "rollpacker"):
+        state, _ = play(replace(PLAN, num_cells=num_cells), schedule_of(name), 3)
+        assert state.closed == "completed"

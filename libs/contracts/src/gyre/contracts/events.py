@@ -51,6 +51,16 @@ class RunOpened:
     first_version: int = 0
     first_query: int = 0
     opening: int = 0  # a run that was stopped may be opened again
+    num_standalone: int = 0  # rollout cells that never train, numbered after the others
+    schedule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStopRequested:
+    """Opening `opening` ends after its open burst, because of `reason`."""
+
+    reason: str
+    opening: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +116,17 @@ class GroupDispatched:
 
 @dataclass(frozen=True, slots=True)
 class CellRoleAssigned:
-    """Cell `cell` has role `role` from epoch `epoch` on; an epoch that is not newer is ignored."""
+    """Cell `cell` has role `role` from epoch `epoch` on; an epoch that is not newer is ignored.
+
+    `reason`: why the cell does not keep the role it was given before, if that role was never confirmed or is recalled.
+    """
 
     cell: int
     epoch: int
     role: Role
     transition: str
     version: int
+    reason: str = ""
 
 
 # ---------------------------------------------------------------- rollout
@@ -146,6 +160,15 @@ class ExecutionTerminated:
     num_harness_errors: int = 0
     stall_s: float = 0.0
     undelivered: tuple[str, ...] = ()  # recorded calls whose answer never reached the harness
+    max_context: int = 0  # tokens of its longest call, prompt and output
+
+
+@dataclass(frozen=True, slots=True)
+class ContextsReported:
+    """Tokens that each running execution last had in its context, for those that have made a call."""
+
+    serial: int
+    contexts: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +324,26 @@ class CellRolloutReleased:
 
 @dataclass(frozen=True, slots=True)
 class CellRolloutReady:
-    """The cell's engine serves `version`, verified against `checksum`, probe answered, admission open."""
+    """The cell's engine serves `version`, verified against `checksum`, probe answered, admission open.
+
+    `incarnation`: how often the engine was lost before.
+    """
 
     cell: int
     epoch: int
     version: int
     checksum: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CellRolloutLost:
+    """The cell's engine should serve and cannot be reached; `incarnation` counts such losses from 1."""
+
+    cell: int
+    epoch: int
+    incarnation: int
+    reason: str
 
 
 # ---------------------------------------------------------------- reward
@@ -482,12 +519,17 @@ class CellTrainReleased:
 
 @dataclass(frozen=True, slots=True)
 class BacklogReported:
-    """What waits for training: groups complete but not in a step, and cost of unclaimed micro-steps."""
+    """What waits for training: groups complete but not in a step, and cost of unclaimed micro-steps.
+
+    `micro_step_cost`: of one micro-step, on average. `cost_per_s`: what one cell gets done in a second; 0: not measured yet.
+    """
 
     serial: int
     step: int
     num_groups_waiting: int
     unclaimed_cost: float
+    micro_step_cost: float = 0.0
+    cost_per_s: float = 0.0
 
 
 # ---------------------------------------------------------------- anyone
@@ -505,7 +547,7 @@ class DeadLettered:
     body: bytes
 
 
-Fact = (LeaseTaken | RunOpened | RunClosed | BurstOpened | BurstClosed | GroupDispatched | CellRoleAssigned
-        | ExecutionStarted | ExecutionTerminated | EvaluationRequested | CallRecorded | CellRolloutReleased
-        | CellRolloutReady | ExecutionScored | ExecutionUnscorable | GroupCompleted | StepSealed | StepFinished
-        | WeightsPublished | CellTrainJoined | CellTrainReleased | BacklogReported | DeadLettered)
+Fact = (LeaseTaken | RunOpened | RunStopRequested | RunClosed | BurstOpened | BurstClosed | GroupDispatched | CellRoleAssigned
+        | ExecutionStarted | ExecutionTerminated | ContextsReported | EvaluationRequested | CallRecorded
+        | CellRolloutReleased | CellRolloutReady | CellRolloutLost | ExecutionScored | ExecutionUnscorable | GroupCompleted
+        | StepSealed | StepFinished | WeightsPublished | CellTrainJoined | CellTrainReleased | BacklogReported | DeadLettered)

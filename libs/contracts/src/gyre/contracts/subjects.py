@@ -63,9 +63,14 @@ def _cell_epoch(f: e.CellRoleAssigned) -> str:
     return f"{f.cell}.{f.epoch}"
 
 
+def _ready(f: e.CellRolloutReady) -> str:
+    return f"{f.cell}.{f.epoch}.{f.version}" + (f".{f.incarnation}" if f.incarnation else "")
+
+
 TABLE: tuple[Row, ...] = (
     _row("lease.taken", e.LeaseTaken, CTL, lambda f: "scheduler", lambda f: f"{f.holder}.{f.term}"),
     _row("run.opened", e.RunOpened, CTL, lambda f: "run", lambda f: str(f.opening)),
+    _row("run.stop.requested", e.RunStopRequested, CTL, lambda f: "run", lambda f: str(f.opening)),
     _row("run.closed", e.RunClosed, CTL, lambda f: "run", lambda f: str(f.opening)),
     _row("burst.opened", e.BurstOpened, CTL, lambda f: f"burst-{f.burst}", lambda f: str(f.burst)),
     _row("burst.closed", e.BurstClosed, CTL, lambda f: f"burst-{f.burst}", lambda f: str(f.burst)),
@@ -73,8 +78,10 @@ TABLE: tuple[Row, ...] = (
     _row("cell.role.assigned", e.CellRoleAssigned, CTL, _cell, _cell_epoch),
     _row("execution.started", e.ExecutionStarted, EXEC, lambda f: f.execution, lambda f: f.execution),
     _row("execution.terminated", e.ExecutionTerminated, EXEC, lambda f: f.execution, lambda f: f.execution),
+    _row("contexts.reported", e.ContextsReported, EXEC, lambda f: "contexts", lambda f: str(f.serial)),
     _row("cell.rollout.released", e.CellRolloutReleased, EXEC, _cell, _cell_epoch),
-    _row("cell.rollout.ready", e.CellRolloutReady, EXEC, _cell, lambda f: f"{f.cell}.{f.epoch}.{f.version}"),
+    _row("cell.rollout.ready", e.CellRolloutReady, EXEC, _cell, _ready),
+    _row("cell.rollout.lost", e.CellRolloutLost, EXEC, _cell, lambda f: f"{f.cell}.{f.incarnation}"),
     _row("call.recorded", e.CallRecorded, CALL, lambda f: f.execution, lambda f: f.call),
     _row("evaluation.requested", e.EvaluationRequested, EVAL, lambda f: f.execution, lambda f: f.execution),
     _row("execution.scored", e.ExecutionScored, REWARD, lambda f: f.execution, lambda f: f.execution),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gyre.contracts.errors import ConfigError
 from gyre.runtime.config import RunConfig, TimeoutCalls
+from gyre.scheduler.schedules import Capacity
 
 LEASE_TTL_S = 5.0
 RENEW_EVERY_S = 1.5
@@ -16,7 +17,7 @@ class Plan:
 
     num_steps: int
     seed: int
-    num_cells: int
+    num_cells: int  # K, those that can train
     steps_per_burst: int  # mu
     num_outstanding: int  # Q = (phi + mu) * B groups
     executions_per_group: int  # N
@@ -29,6 +30,18 @@ class Plan:
     overall_timeout_s: float
     timeout_calls: TimeoutCalls
     config_digest: str
+    groups_per_step: int  # B
+    capacity: Capacity  # of one cell
+    num_standalone: int = 0  # cells that never train, numbered after the others
+    transition_timeout_s: float = 600.0  # a cell that has not confirmed its role by then is counted out
+
+    def num_groups(self, version: int) -> int:
+        """Training groups dispatched in all once the burst that begins at `version` has been dispatched.
+
+        It depends on nothing else, so two leaders that saw facts in another order dispatch the same. The run's last bursts
+        dispatch less: no more groups than its steps take.
+        """
+        return min(version * self.groups_per_step + self.num_outstanding, self.num_steps * self.groups_per_step)
 
 
 def plan_of(config: RunConfig, digest: str, root: Path) -> Plan:
@@ -47,7 +60,9 @@ def plan_of(config: RunConfig, digest: str, root: Path) -> Plan:
         executions_per_held_out=config.evaluation.executions_per_task, evaluate_at_start=config.evaluation.at_start,
         evaluate_at_end=config.evaluation.at_end, timeout_s=config.harness.timeout_s,
         overall_timeout_s=config.harness.overall_timeout_s, timeout_calls=config.harness.timeout_calls,
-        config_digest=digest)
+        config_digest=digest, groups_per_step=config.burst.groups_per_step,
+        capacity=Capacity(config.cells.executions_per_cell or config.engine.max_running, config.engine.kv_tokens),
+        num_standalone=config.cells.standalone, transition_timeout_s=config.cells.transition_timeout_s)
 
 
 def task_names(root: Path, split: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from gyre.runtime.blobs import BlobStore
 from gyre.runtime.bus import Bus
 from gyre.runtime.clock import Clock
 from gyre.runtime.service import encode_fact
+from gyre.scheduler.config import RENEW_EVERY_S
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ class LostLease(Exception):
 class Lease:
     """Taken once, renewed often; the only way a scheduler's fact reaches the bus."""
 
-    def __init__(self, bus: Bus, blobs: BlobStore, clock: Clock, run: str, ttl_s: float) -> None:
-        self._bus, self._blobs, self._clock, self._run, self._ttl_s = bus, blobs, clock, run, ttl_s
+    def __init__(self, bus: Bus, blobs: BlobStore, clock: Clock, run: str, ttl_s: float,
+                 renew_s: float = RENEW_EVERY_S) -> None:
+        self._bus, self._blobs, self._clock, self._run, self._ttl_s, self._renew_s = bus, blobs, clock, run, ttl_s, renew_s
         self._holder = uuid.uuid4().hex[:12]
         self._term = 0
         self._sequence = 0
@@ -83,12 +85,21 @@ class Lease:
             self._sequence = int(last["sequence"])
         self._renewed = started
 
+    async def renew_if_due(self) -> None:
+        """Renew once `renew_s` have passed since the last time. Raises LostLease."""
+        if time.monotonic() - self._renewed >= self._renew_s:
+            await self.renew()
+
     async def say(self, fact: Fact, trace: Mapping[str, str]) -> int:
         """Publish a fact under the lease; returns its sequence. Raises LostLease."""
         body = encode_fact(fact, run=self._run, source="scheduler", blobs=self._blobs, trace=trace)
         headers = {k: v for k, v in trace.items() if k == "traceparent"}
+        subject, identity = subject_of(fact, self._run), message_id(fact, self._run)
         try:
-            return await self._bus.publish(subject_of(fact, self._run), body, message_id(fact, self._run), headers,
-                                           expected_last=(self._subject, self._sequence))
+            return await self._bus.publish(subject, body, identity, headers, expected_last=(self._subject, self._sequence))
         except Fenced as error:
-            raise LostLease(str(error)) from error
+            # As above: it may be stored although the answer was a refusal, and then it was said while we led.
+            last = await self._bus.last_message(subject)
+            if last is None or last.get("Nats-Msg-Id") != identity:
+                raise LostLease(str(error)) from error
+            return int(last["sequence"])

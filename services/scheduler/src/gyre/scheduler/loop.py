@@ -6,6 +6,7 @@ It keeps nothing on disk: on start, and after any gap, the state is folded anew 
 import asyncio
 import contextlib
 import logging
+import time
 
 from gyre.contracts import codec
 from gyre.contracts import events as e
@@ -14,118 +15,140 @@ from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ, Stream, filter_of
 from gyre.runtime import telemetry
 from gyre.runtime.bus import Bus, Received
 from gyre.runtime.clock import Clock
-from gyre.scheduler.config import RENEW_EVERY_S, Plan
+from gyre.scheduler.config import Plan
 from gyre.scheduler.core import State, decide, fold, initial
+from gyre.scheduler.gates import GateCounts, summary
 from gyre.scheduler.lease import Lease
 from gyre.scheduler.schedules import Schedule
 
 log = logging.getLogger(__name__)
 
+REDERIVE_EVERY_S = 300.0  # the state is a fold of what can be read again, so nothing missed lasts longer than this
+POLL_S = 0.25  # deadlines of transitions and the lease are looked at that often
+
 READS: tuple[tuple[Stream, tuple[type, ...]], ...] = (
-    (CTL, (e.RunOpened, e.RunClosed, e.BurstOpened, e.BurstClosed, e.GroupDispatched, e.CellRoleAssigned)),
-    (EXEC, (e.ExecutionTerminated, e.CellRolloutReady)),
+    (CTL, (e.RunOpened, e.RunStopRequested, e.RunClosed, e.BurstOpened, e.BurstClosed, e.GroupDispatched, e.CellRoleAssigned)),
+    (EXEC, (e.ExecutionTerminated, e.ContextsReported, e.CellRolloutReady, e.CellRolloutLost)),
     (TRAJ, (e.GroupCompleted,)),
-    (TRAIN, (e.StepFinished, e.WeightsPublished, e.CellTrainJoined)),
+    (TRAIN, (e.StepFinished, e.WeightsPublished, e.CellTrainJoined, e.BacklogReported)),
 )
 
 
 class Scheduler:
-    """The leader of one run. `start` and `stop` are commands; everything else follows from facts."""
+    """The leader of one run. `start` and `stop` are commands; everything else follows from facts.
+
+    One task reads, decides, says and renews, so nothing is ever said under a lease that another task has just lost.
+    """
 
     def __init__(self, run: str, plan: Plan, schedule: Schedule, bus: Bus, lease: Lease, clock: Clock) -> None:
         self._run, self._plan, self._schedule = run, plan, schedule
         self._bus, self._lease, self._clock = bus, lease, clock
-        self.state: State = initial(plan.num_cells)
-        self._writing = asyncio.Lock()  # renewing and saying share one order
+        self.state: State = self._initial()
+        self.gates = GateCounts()
         self.leading = False
-        self._start_asked = False
+        self._asked: list[e.Fact] = []  # by commands, to be said next
         self._received: asyncio.Queue[list[Received]] = asyncio.Queue(1024)
         self._said = 0  # highest sequence we wrote to CTL
         self._ctl_position = 0
+        self._derived_at = 0.0
         self._spans: dict[str, telemetry.Span] = {}
 
     def start(self) -> tuple[bool, int]:
         """Ask for the run to be opened; returns whether it is open already, and the number of the opening."""
-        already = self.state.opened and not self.state.closed
-        self._start_asked = self._start_asked or not already
-        return already, self.state.opening + (not already)
+        state, plan = self.state, self._plan
+        already = state.opened and not state.closed
+        opening = state.opening + (not already)
+        if not already:
+            self._asked.append(e.RunOpened(plan.config_digest, plan.seed, plan.num_cells, state.published_version,
+                                           state.num_train_groups, opening, plan.num_standalone, self._schedule.name))
+        return already, opening
 
     def stop(self, reason: str) -> None:
         """No further dispatch; the open burst ends, then the run closes."""
-        self.state.stop_reason = reason or "asked to stop"
+        self._asked.append(e.RunStopRequested(reason or "asked to stop", self.state.opening))
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead until `stopping`. Raises LostLease or BusError; the supervisor starts a fresh process."""
         await self._lease.take()
         self.leading = True
-        readers = [asyncio.create_task(self._follow(stream, await self._catch_up(stream, records), records))
-                   for stream, records in READS]
-        renewer = asyncio.create_task(self._renew())
+        positions = await self._rederive()
+        readers = [asyncio.create_task(self._follow(stream, position, records))
+                   for (stream, records), position in zip(READS, positions, strict=True)]
         try:
             while not stopping.is_set():
                 await self._cycle()
-                failed = next((t for t in (renewer, *readers) if t.done()), None)
+                failed = next((t for t in readers if t.done()), None)
                 if failed is not None:
                     failed.result()
                     raise BusError("nats: connection closed")
         finally:
-            for task in (renewer, *readers):
+            for task in readers:
                 task.cancel()
 
-    async def _catch_up(self, stream: Stream, records: tuple[type, ...]) -> int:
-        """Fold what is in the stream now; returns the sequence to go on from."""
-        received = await self._bus.read_all(stream, [filter_of(self._run, r) for r in records])
-        self._fold(received)
-        return received[-1].sequence + 1 if received else 1
+    # ------------------------------------------------------------ reading
+
+    def _initial(self) -> State:
+        return initial(self._plan.num_cells, self._plan.num_standalone)
+
+    async def _rederive(self) -> list[int]:
+        """Fold the streams anew; returns the sequences to go on from."""
+        state, positions = self._initial(), []
+        for stream, records in READS:
+            received = await self._bus.read_all(stream, [filter_of(self._run, r) for r in records])
+            for message in received:
+                state = self._folded(state, message)
+            positions.append(received[-1].sequence + 1 if received else 1)
+            await self._lease.renew_if_due()
+        if self._derived_at and summary(state) != summary(self.state):
+            log.warning("what was followed differs from the streams: %s is now %s", summary(self.state), summary(state))
+        self.state, self._derived_at = state, time.monotonic()
+        return positions
 
     async def _follow(self, stream: Stream, start: int, records: tuple[type, ...]) -> None:
         async for batch in self._bus.follow(stream, [filter_of(self._run, r) for r in records], start):
             await self._received.put(batch)
 
-    async def _renew(self) -> None:
-        while True:
-            await self._clock.sleep(RENEW_EVERY_S)
-            async with self._writing:
-                await self._lease.renew()
+    def _folded(self, state: State, received: Received) -> State:
+        if received.stream == CTL.name:
+            self._ctl_position = max(self._ctl_position, received.sequence)
+        try:
+            envelope, fact = codec.decode(received.data)
+        except ContractError as error:
+            log.error("ignored %s %d: %s", received.subject, received.sequence, error)
+            return state
+        return fold(state, fact, envelope.time / 1e9)
+
+    def _fold(self, batch: list[Received]) -> None:
+        for received in batch:
+            self.state = self._folded(self.state, received)
+            self._close_span(received)
 
     # ------------------------------------------------------------ one cycle
 
     async def _cycle(self) -> None:
         """1. read; 2. fold; 3. decide on the snapshot; 4. say it; 5. wait to read it back (by not deciding)."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.25):
+            async with asyncio.timeout(POLL_S):
                 batch = await self._received.get()
             self._fold(batch)
             while not self._received.empty():
                 self._fold(self._received.get_nowait())
-        if self._unread():
+        await self._lease.renew_if_due()
+        if self._said > self._ctl_position:
             return
+        if time.monotonic() - self._derived_at > REDERIVE_EVERY_S:
+            await self._rederive()
         for fact in self._wanted():
-            async with self._writing:
-                sequence = await self._lease.say(fact, self._trace_for(fact))
-            self._said = max(self._said, sequence)
+            await self._lease.renew_if_due()
+            self._said = max(self._said, await self._lease.say(fact, self._trace_for(fact)))
 
-    def _unread(self) -> bool:
-        return self._said > self._ctl_position
-
-    def _wanted(self) -> list[e.Fact]:
-        if self._start_asked and (not self.state.opened or self.state.closed):
-            self._start_asked = False
-            return [e.RunOpened(self._plan.config_digest, self._plan.seed, self._plan.num_cells,
-                                self.state.published_version, self.state.num_train_groups, self.state.opening + 1)]
-        return decide(self.state, self._plan, self._schedule)
-
-    def _fold(self, batch: list[Received]) -> None:
-        for received in batch:
-            if received.stream == CTL.name:
-                self._ctl_position = max(self._ctl_position, received.sequence)
-            try:
-                _, fact = codec.decode(received.data)
-            except ContractError as error:
-                log.error("ignored %s %d: %s", received.subject, received.sequence, error)
-                continue
-            self.state = fold(self.state, fact)
-            self._close_span(fact)
+    def _wanted(self) -> tuple[e.Fact, ...]:
+        if self._asked:
+            asked, self._asked = tuple(self._asked), []
+            return asked
+        decision = decide(self.state, self._plan, self._schedule, self._clock.now())
+        self.gates.observe(self.state.burst, decision.blocked)
+        return decision.facts
 
     # ------------------------------------------------------------ traces
 
@@ -144,9 +167,11 @@ class Scheduler:
         with telemetry.span("gyre.scheduler.assign", context, gyre__cell__id=fact.cell):
             return context
 
-    def _close_span(self, fact: e.Fact) -> None:
-        if isinstance(fact, e.CellTrainJoined | e.CellRolloutReady):
-            self._end_span(fact.cell, fact.epoch, "completed")
+    def _close_span(self, received: Received) -> None:
+        with contextlib.suppress(ContractError):
+            _, fact = codec.decode(received.data)
+            if isinstance(fact, e.CellTrainJoined | e.CellRolloutReady):
+                self._end_span(fact.cell, fact.epoch, "completed")
 
     def _end_span(self, cell: int, epoch: int, outcome: str) -> None:
         root = self._spans.pop(f"cell-{cell}-epoch-{epoch}", None)

@@ -20,7 +20,8 @@ async def serve(process: Process) -> None:
     plan = plan_of(config, digest, process.config_dir / Path(config.tasks.root))
     bus = await process.connect()
     lease = Lease(bus, process.blobs, process.clock, process.run, LEASE_TTL_S)
-    scheduler = Scheduler(process.run, plan, schedule_of(config.cells.schedule), bus, lease, process.clock)
+    schedule = schedule_of(config.cells.schedule, config.cells.num_training)
+    scheduler = Scheduler(process.run, plan, schedule, bus, lease, process.clock)
     servicer = SchedulerRpc(process, scheduler, digest)
     server = rpc.Server(deployment.scheduler.listen, [
         (NAME, lambda s: service_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, s))])

@@ -28,6 +28,8 @@ class SchedulerRpc(service_pb2_grpc.SchedulerServiceServicer):
         return pb.StartRunResponse(already_open=already_open, opening=opening)
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> pb.StopRunResponse:
+        if not self._scheduler.leading:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this scheduler does not lead yet")
         self._scheduler.stop(request.reason)
         return pb.StopRunResponse()
 
@@ -44,7 +46,9 @@ class SchedulerRpc(service_pb2_grpc.SchedulerServiceServicer):
     async def GetStatus(self, request: status_pb2.StatusRequest,
                         context: grpc.aio.ServicerContext) -> status_pb2.Status:
         state = self._scheduler.state
-        gauges = {"waterlevel": state.water.level, "steps": state.steps_finished, "burst": state.burst}
+        gauges = {"waterlevel": state.water.level, "waterlevel_kv_tokens": state.water.kv_tokens(),
+                  "steps": state.steps_finished, "burst": state.burst, "join_s": state.join_s}
+        gauges |= {f"held_back_by_{gate}": num for gate, num in self._scheduler.gates.total.items()}
         return status_pb2.Status(
             process=self._process.name, service="scheduler", run=self._process.run, pid=os.getpid(),
             uptime_s=self._process.uptime_s, weights_version=state.published_version, gauges=gauges,

@@ -3,51 +3,83 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gyre.contracts.events import CellRoleAssigned, CellRolloutReady, CellTrainJoined, Role
+from gyre.contracts.events import CellRoleAssigned, CellRolloutLost, CellRolloutReady, CellTrainJoined, Role
 
-Stage = Literal["settled", "leaving", "joining"]
+Stage = Literal["settled", "leaving", "joining", "lost"]
 
 
 @dataclass(slots=True)
 class CellState:
-    """`epoch` numbers the assignments; facts of an older epoch change nothing."""
+    """`epoch` numbers the assignments; facts of an older epoch change nothing.
+
+    assigned_at: when the epoch began, in seconds of the fact's own clock. incarnation, lost: how often the engine was lost,
+    and whether it is. `never_trains`: a standalone rollout cell.
+    """
 
     cell: int
     role: Role = "rollout"
     epoch: int = 0
     confirmed_epoch: int = -1
     ready_version: int = -1
+    assigned_at: float = 0.0
+    incarnation: int = 0
+    lost: bool = False
+    never_trains: bool = False
 
     @property
     def settled(self) -> bool:
-        """Whether the cell really is what it was told to be."""
+        """Whether the cell really became what it was told to be."""
         return self.confirmed_epoch >= self.epoch
 
     @property
     def stage(self) -> Stage:
+        if self.lost and self.role == "rollout":
+            return "lost"
         if self.settled:
             return "settled"
         return "leaving" if self.role == "train" else "joining"
 
+    @property
+    def serves_any(self) -> bool:
+        """Whether its engine admits requests, under whatever version."""
+        return self.role == "rollout" and self.settled and not self.lost
+
+    @property
+    def trains(self) -> bool:
+        return self.role == "train" and self.settled
+
     def serves(self, version: int) -> bool:
         """Whether its engine admits requests under weights `version`."""
-        return self.role == "rollout" and self.settled and self.ready_version >= version
+        return self.serves_any and self.ready_version >= version
 
-    def assign(self, fact: CellRoleAssigned) -> None:
+    def is_late(self, now: float, timeout_s: float) -> bool:
+        """Whether its transition has taken longer than any should."""
+        return not self.settled and now - self.assigned_at > timeout_s
+
+    def assign(self, fact: CellRoleAssigned, at: float) -> None:
         if fact.epoch > self.epoch:
-            self.role, self.epoch = fact.role, fact.epoch
+            self.role, self.epoch, self.assigned_at = fact.role, fact.epoch, at
 
-    def confirm_train(self, fact: CellTrainJoined) -> None:
-        if self.role == "train" and fact.epoch == self.epoch:
-            self.confirmed_epoch = fact.epoch
+    def confirm_train(self, fact: CellTrainJoined) -> bool:
+        """Returns whether this fact was the one that settled it."""
+        if self.role != "train" or fact.epoch != self.epoch or self.settled:
+            return False
+        self.confirmed_epoch = fact.epoch
+        return True
 
     def confirm_rollout(self, fact: CellRolloutReady) -> None:
+        if fact.incarnation >= self.incarnation:
+            self.incarnation, self.lost = fact.incarnation, False
         if self.role == "rollout" and fact.epoch >= self.epoch:
             self.confirmed_epoch = max(self.confirmed_epoch, fact.epoch)
             self.ready_version = max(self.ready_version, fact.version)
 
+    def lose(self, fact: CellRolloutLost) -> None:
+        if fact.incarnation > self.incarnation:
+            self.incarnation, self.lost = fact.incarnation, True
 
-def next_assignment(cell: CellState, role: Role, version: int) -> CellRoleAssigned:
+
+def next_assignment(cell: CellState, role: Role, version: int, reason: str = "") -> CellRoleAssigned:
     """The fact that gives `cell` another role at the next epoch."""
     epoch = cell.epoch + 1
-    return CellRoleAssigned(cell.cell, epoch, role, f"cell-{cell.cell}-epoch-{epoch}", version)
+    return CellRoleAssigned(cell.cell, epoch, role, f"cell-{cell.cell}-epoch-{epoch}", version, reason)

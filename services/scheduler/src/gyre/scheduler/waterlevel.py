@@ -1,6 +1,16 @@
-"""Counting executions: w = dispatched - terminated, whatever the order in which the two facts arrive."""
+"""The waterlevel: what is dispatched and not terminated, in executions and in KV tokens.
 
+Executions: w = dispatched - terminated, whatever the order in which the two facts arrive. Tokens: what the live executions
+will hold, each as a quantile of what earlier executions grew to that had come as far. Counts alone misjudge memory by more
+than twice on real agent traffic; the largest possible context would hardly ever let a cell go.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass, field
+
+HISTORY = 512  # terminated executions the forecast looks back on
+QUANTILE = 0.9
 
 
 @dataclass(slots=True)
@@ -10,6 +20,11 @@ class Waterlevel:
     dispatched: set[str] = field(default_factory=set)
     terminated: set[str] = field(default_factory=set)
     live: set[str] = field(default_factory=set)
+    contexts: dict[str, int] = field(default_factory=dict)  # tokens, of live executions that have made a call
+    reported: int = -1  # serial of the newest report of contexts
+    _recent: deque[int] = field(default_factory=deque)  # longest contexts of terminated executions, oldest first
+    _sorted: list[int] = field(default_factory=list)  # the same
+    _forecast: int | None = None
 
     @property
     def level(self) -> int:
@@ -19,7 +34,43 @@ class Waterlevel:
     def dispatch(self, executions: list[str]) -> None:
         self.dispatched.update(executions)
         self.live.update(x for x in executions if x not in self.terminated)
+        self._forecast = None
 
-    def terminate(self, execution: str) -> None:
+    def terminate(self, execution: str, max_context: int = 0) -> None:
+        """It has ended; `max_context` is its longest context in tokens, 0 if it never made a call."""
+        if execution in self.terminated:
+            return
         self.terminated.add(execution)
         self.live.discard(execution)
+        self.contexts.pop(execution, None)
+        self._forecast = None
+        if max_context > 0:
+            self._remember(max_context)
+
+    def observe(self, serial: int, contexts: dict[str, int]) -> None:
+        """A report of what the running executions have in their contexts; an older one changes nothing."""
+        if serial > self.reported:
+            self.reported = serial
+            self.contexts = {x: n for x, n in contexts.items() if x not in self.terminated}
+            self._forecast = None
+
+    def kv_tokens(self) -> int:
+        """Tokens the live executions are forecast to hold; the whole level in tokens."""
+        if self._forecast is None:
+            fresh = len(self.live) - len(self.contexts.keys() & self.live)
+            known = sum(self._grown(n) for x, n in self.contexts.items() if x in self.live)
+            self._forecast = known + fresh * self._grown(0)
+        return self._forecast
+
+    def _grown(self, context: int) -> int:
+        """The quantile of what executions that had `context` tokens ended with; `context` if none was seen."""
+        first = bisect_left(self._sorted, context)
+        num = len(self._sorted) - first
+        return self._sorted[first + min(int(QUANTILE * num), num - 1)] if num else context
+
+    def _remember(self, max_context: int) -> None:
+        self._recent.append(max_context)
+        insort(self._sorted, max_context)
+        if len(self._recent) > HISTORY:
+            oldest = self._recent.popleft()
+            del self._sorted[bisect_left(self._sorted, oldest)]
