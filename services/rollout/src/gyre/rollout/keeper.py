@@ -69,17 +69,21 @@ class Keeper:
     async def run(self) -> None:
         """Compare and correct, for ever."""
         while True:
-            try:
-                await self.check()
-                self._gone_since = None
-            except EngineError as error:
-                log.info("cell %d: %s", self.cell, error)
-                self.observed = None
-                self._router.observe(self.cell, None)
-                if isinstance(error, EngineGone):
-                    self._router.set_admitting(self.cell, False)
-                    await self._miss(error)
+            await self.look()
             await self._pause()
+
+    async def look(self) -> None:
+        """One comparison; an engine that does not answer is closed, and after a while said to be lost."""
+        try:
+            await self.check()
+            self._gone_since = None
+        except EngineError as error:
+            log.info("cell %d: %s", self.cell, error)
+            self.observed = None
+            self._router.observe(self.cell, None)
+            if isinstance(error, EngineGone):
+                self._router.set_admitting(self.cell, False)
+                await self._miss(error)
 
     async def _miss(self, error: EngineGone) -> None:
         """Say that the engine is lost once it has been away for longer than its restart takes."""
