@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gyre.contracts import events as e
@@ -98,8 +99,11 @@ class World:
                 self.pending.append(e.WeightsPublished(self.version, "c", 0, "ckpt"))
 
 
+Check = Callable[[core.State, e.Fact], None]
+
+
 def play(plan: Plan, schedule: Schedule, seed: int, duplicate: float = 0.0, forget: float = 0.0,
-         check=lambda state, fact: None) -> tuple[core.State, list[e.Fact]]:
+         check: Check = lambda state, fact: None) -> tuple[core.State, list[e.Fact]]:
     """A whole run; facts arrive shuffled, sometimes twice; the scheduler sometimes restarts and folds everything anew.
 
     `check(state, fact)` sees each of the scheduler's facts with the state it was decided on.
