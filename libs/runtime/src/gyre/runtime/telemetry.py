@@ -17,7 +17,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import Link, Span, SpanKind
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 log = logging.getLogger(__name__)
@@ -32,17 +32,29 @@ class FileExporter(SpanExporter):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
+        self._is_open = False
         self.num_dropped = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         text = "".join(span.to_json(indent=None) + "\n" for span in spans)
         try:
             with self._lock, self._path.open("a") as file:
+                file.write("" if self._is_open or not self._is_torn() else "\n")
+                self._is_open = True
                 file.write(text)
         except OSError:
             self.num_dropped += len(spans)
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
+
+    def _is_torn(self) -> bool:
+        """Whether an earlier process of this name was killed inside its last line."""
+        size = self._path.stat().st_size
+        if size:
+            with self._path.open("rb") as file:
+                file.seek(size - 1)
+                return file.read(1) != b"\n"
+        return False
 
 
 def set_up(service: str, process: str, run: str, log_dir: Path, otlp_endpoint: str = "") -> TracerProvider:
@@ -98,6 +110,11 @@ def extract(headers: Mapping[str, str]) -> Context | None:
 def context_of(span: Span) -> dict[str, str]:
     """Headers that make whoever receives them a child of `span`."""
     return inject(trace.set_span_in_context(span))
+
+
+def current_context() -> SpanContext:
+    """That of the span this code runs in; not valid outside any."""
+    return trace.get_current_span().get_span_context()
 
 
 def tracer() -> trace.Tracer:

@@ -11,13 +11,13 @@ from gyre.contracts import codec
 from gyre.contracts import events as e
 from gyre.contracts.errors import BusError, ContractError
 from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ, Stream, filter_of
-from gyre.runtime import telemetry
 from gyre.runtime.bus import Bus, Received
 from gyre.runtime.clock import Clock
 from gyre.scheduler.config import RENEW_EVERY_S, Plan
 from gyre.scheduler.core import State, decide, fold, initial
 from gyre.scheduler.lease import Lease
 from gyre.scheduler.schedules import Schedule
+from gyre.scheduler.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Scheduler:
         self._received: asyncio.Queue[list[Received]] = asyncio.Queue(1024)
         self._said = 0  # highest sequence we wrote to CTL
         self._ctl_position = 0
-        self._spans: dict[str, telemetry.Span] = {}
+        self._traces = Traces()
 
     def start(self) -> tuple[bool, int]:
         """Ask for the run to be opened; returns whether it is open already, and the number of the opening."""
@@ -60,6 +60,7 @@ class Scheduler:
         self.leading = True
         readers = [asyncio.create_task(self._follow(stream, await self._catch_up(stream, records), records))
                    for stream, records in READS]
+        self._traces.resumed()
         renewer = asyncio.create_task(self._renew())
         try:
             while not stopping.is_set():
@@ -100,9 +101,10 @@ class Scheduler:
                 self._fold(self._received.get_nowait())
         if self._unread():
             return
+        self._traces.deciding()
         for fact in self._wanted():
             async with self._writing:
-                sequence = await self._lease.say(fact, self._trace_for(fact))
+                sequence = await self._lease.say(fact, self._traces.decided(fact, self.state))
             self._said = max(self._said, sequence)
 
     def _unread(self) -> bool:
@@ -120,36 +122,9 @@ class Scheduler:
             if received.stream == CTL.name:
                 self._ctl_position = max(self._ctl_position, received.sequence)
             try:
-                _, fact = codec.decode(received.data)
+                envelope, fact = codec.decode(received.data)
             except ContractError as error:
                 log.error("ignored %s %d: %s", received.subject, received.sequence, error)
                 continue
             self.state = fold(self.state, fact)
-            self._close_span(fact)
-
-    # ------------------------------------------------------------ traces
-
-    def _trace_for(self, fact: e.Fact) -> dict[str, str]:
-        """A role transition is one trace; its root ends when the cell confirms."""
-        if not isinstance(fact, e.CellRoleAssigned):
-            return {}
-        old = self.state.cells[fact.cell].role
-        self._end_span(fact.cell, fact.epoch - 1, "superseded")
-        root = telemetry.tracer().start_span("gyre.cell.transition", attributes={
-            "gyre.transition.id": fact.transition, "gyre.cell.id": fact.cell, "gyre.cell.epoch": fact.epoch,
-            "gyre.role.from": old, "gyre.role.to": fact.role, "gyre.weights.version": fact.version,
-            "gyre.scheduler.waterlevel": self.state.water.level})
-        self._spans[fact.transition] = root
-        context = telemetry.context_of(root)
-        with telemetry.span("gyre.scheduler.assign", context, gyre__cell__id=fact.cell):
-            return context
-
-    def _close_span(self, fact: e.Fact) -> None:
-        if isinstance(fact, e.CellTrainJoined | e.CellRolloutReady):
-            self._end_span(fact.cell, fact.epoch, "completed")
-
-    def _end_span(self, cell: int, epoch: int, outcome: str) -> None:
-        root = self._spans.pop(f"cell-{cell}-epoch-{epoch}", None)
-        if root is not None:
-            root.set_attribute("gyre.outcome", outcome)
-            root.end()
+            self._traces.read(envelope, fact)
