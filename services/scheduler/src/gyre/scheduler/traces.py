@@ -76,10 +76,10 @@ class Traces:
         if water is not None:
             root.set_attribute("gyre.scheduler.waterlevel", water.level)
         self._roots[fact.transition] = root
-        context = telemetry.context_of(root)
-        telemetry.note("gyre.scheduler.decide", context, self._decides_since, gyre__role__to=fact.role)
-        self._saying[fact.transition] = telemetry.start("gyre.scheduler.assign", context, gyre__cell__id=fact.cell,
-                                                        gyre__cell__epoch=fact.epoch)
+        context, decided_ns = telemetry.context_of(root), time.time_ns()
+        telemetry.note("gyre.scheduler.decide", context, self._decides_since, decided_ns, gyre__role__to=fact.role)
+        self._saying[fact.transition] = telemetry.start("gyre.scheduler.assign", context, decided_ns,
+                                                        gyre__cell__id=fact.cell, gyre__cell__epoch=fact.epoch)
 
     def read(self, envelope: Envelope, fact: e.Fact) -> None:
         """Note what a fact that was read means for the traces."""
@@ -110,15 +110,15 @@ class Traces:
         if newest is None or newest.confirmed_ns or (newest.fact.epoch, newest.fact.role) != (fact.epoch, role):
             return
         newest.confirmed_ns = envelope.time
-        root = self._roots.get(newest.fact.transition)
+        root, now = self._roots.get(newest.fact.transition), time.time_ns()
         if root is None:
             return
-        telemetry.note("gyre.fact.delivery", envelope.trace or telemetry.context_of(root), envelope.time,
+        telemetry.note("gyre.fact.delivery", envelope.trace or telemetry.context_of(root), envelope.time, now,
                        gyre__fact=type(fact).__name__, gyre__source=envelope.source)
         if isinstance(fact, e.CellTrainJoined):
             root.set_attribute("gyre.step", fact.step)
         root.set_attribute("gyre.weights.version", fact.version)
-        self._end(newest.fact.transition, "completed")
+        self._end(newest.fact.transition, "completed", now)
 
     def resumed(self) -> None:
         """Make the roots again of what is under way, and of what may have ended while nobody led."""
