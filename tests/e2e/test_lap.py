@@ -42,12 +42,15 @@ def assert_transitions_are_whole_traces(directory: Path, num_assigned: int) -> N
     assert len(found) == num_assigned >= 2 * 2  # in each of two steps at least the core goes and comes back
     for one in found:
         names = {node.span.name for _, node in one.root.walk()}
-        assert (one.outcome, one.num_orphans, one.moved_ns) == ("completed", 0, {})
+        # A burst may be over before a satellite had joined: then it is sent back from where it is.
+        assert one.outcome in ("completed", "superseded") and (one.num_orphans, one.moved_ns) == (0, {})
         assert all(node.is_finished for _, node in one.root.walk())
         assert {"gyre.scheduler.decide", "gyre.scheduler.assign", "gyre.fact.delivery"} < names
-        assert names > (LEAVING if one.says("gyre.role.to") == "train" else RETURNING)
-        assert {"scheduler", "rollout", f"engine-{one.cell}", f"trainer-{one.cell}"} <= set(one.processes)
+        if one.outcome == "completed":
+            assert names > (LEAVING if one.says("gyre.role.to") == "train" else RETURNING)
+            assert {"scheduler", "rollout", f"engine-{one.cell}", f"trainer-{one.cell}"} <= set(one.processes)
         assert one.coverage >= MIN_COVERAGE, (one.name, one.coverage, one.gaps)
+    assert {"rollout -> train", "train -> rollout"} == {one.roles for one in found if one.outcome == "completed"}
     assert "gyre.weights.publish" in {node.span.name for one in found for _, node in one.root.walk()}
     assert {"gyre.burst.open", "gyre.train.step"} <= {span.name for one in found for span in one.links}
 

@@ -65,6 +65,9 @@ class ChosenIds(RandomIdGenerator):
         chosen = _chosen.get()
         return chosen[1] if chosen else super().generate_span_id()
 
+    def is_trace_id_random(self) -> bool:
+        return _chosen.get() is None
+
 
 @contextmanager
 def choosing(ids: tuple[int, int]) -> Iterator[None]:

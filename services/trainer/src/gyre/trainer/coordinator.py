@@ -124,9 +124,11 @@ class Coordinator:
     async def _take_devices(self) -> None:
         cell = self._ledger.state.cell
         epoch = cell.epoch
-        with self._traces.changing("gyre.train.join", epoch, cell.joined < epoch):
+        with self._traces.changing("gyre.train.join", epoch, cell.joined < epoch) as noted:
             while not self._lock.try_take(epoch):
                 if not cell.should_hold or cell.epoch != epoch:
+                    if noted is not None:
+                        noted.set_attribute("gyre.outcome", "superseded")
                     return
                 await self._clock.sleep(DEVICE_POLL_S)
             with span("gyre.train.wake"):

@@ -115,13 +115,15 @@ class Satellite:
 
     async def _train_while_assigned(self) -> None:
         epoch = self._ledger.state.cell.epoch
-        with self._traces.changing("gyre.train.join", epoch, self._ledger.state.cell.joined < epoch):
+        with self._traces.changing("gyre.train.join", epoch, self._ledger.state.cell.joined < epoch) as noted:
             while self._assigned(epoch) and not self._lock.try_take(epoch):
                 await self._clock.sleep(DEVICE_POLL_S)
             if self._lock.held:
                 with span("gyre.train.wake"):
                     await asyncio.to_thread(self._backend.wake)
             member = await self._become_member(epoch)
+            if noted is not None and member is None:
+                noted.set_attribute("gyre.outcome", "superseded")
         while member is not None:
             await self._guarded(self._work(epoch, member))
             member = await self._become_member(epoch)

@@ -35,7 +35,7 @@ class RoleTraces:
         if transition:
             self._asked_ns = time.time_ns()
 
-    def changing(self, name: str, epoch: int, moves: bool = True) -> AbstractContextManager[object]:
+    def changing(self, name: str, epoch: int, moves: bool = True) -> AbstractContextManager[telemetry.Span | None]:
         """A span of the transition to `epoch`, since it was asked for; none if the cell has the role already."""
         if not moves:
             return nullcontext()

@@ -96,11 +96,12 @@ def span_of(process: str, row: Mapping[str, Any]) -> Span:
 
 
 def merged(first: Span, second: Span) -> Span:
-    """One span that was written twice: it began when it first did, and ended when it first did."""
-    ends = [span.end_ns for span in (first, second) if span.end_ns is not None]
-    base, other = (first, second) if first.end_ns is not None else (second, first)
-    return replace(base, start_ns=min(first.start_ns, second.start_ns), end_ns=min(ends, default=None),
-                   attributes={**other.attributes, **base.attributes}, links=tuple(dict.fromkeys(first.links + second.links)))
+    """One span that was written twice. It began when it first did, and what first said that it ended knows best how."""
+    start_ns = min(first.start_ns, second.start_ns)
+    if first.end_ns is not None:
+        return replace(first, start_ns=start_ns)
+    return replace(second, start_ns=start_ns, attributes={**first.attributes, **second.attributes},
+                   links=tuple(dict.fromkeys(first.links + second.links)))
 
 
 def _bare(identity: str) -> str:
