@@ -19,6 +19,7 @@ from gyre.rollout.local import EngineAsleep, EngineServing, SettleCell
 from gyre.rollout.router import Router
 from gyre.runtime import telemetry
 from gyre.runtime.clock import Clock
+from gyre.runtime.transition_traces import transition_id
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +135,8 @@ class Keeper:
     def _attempt(self, name: str, epoch: int, **attributes: int) -> Iterator[None]:
         """One try; its span begins where the one before ended, so that an engine that is waited for leaves no gap."""
         try:
-            with telemetry.span(name, self._trace, start_ns=self._since_ns, gyre__cell__id=self.cell,
-                                gyre__cell__epoch=epoch, **attributes):
+            with telemetry.span(name, self._trace, start_ns=self._since_ns, gyre__cell__id=self.cell, gyre__cell__epoch=epoch,
+                                gyre__transition__id=transition_id(self.cell, epoch), **attributes):
                 yield
         finally:
             self._since_ns = time.time_ns()

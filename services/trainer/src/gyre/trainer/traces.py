@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from gyre.runtime import telemetry
+from gyre.runtime.transition_traces import transition_id
 
 MAX_LINKED_STEPS = 32
 
@@ -40,7 +41,8 @@ class RoleTraces:
         if not moves:
             return nullcontext()
         return telemetry.span(name, telemetry.transition(self._cell, epoch), start_ns=self._asked_ns or None,
-                              gyre__cell__id=self._cell, gyre__cell__epoch=epoch)
+                              gyre__cell__id=self._cell, gyre__cell__epoch=epoch,
+                              gyre__transition__id=transition_id(self._cell, epoch))
 
     @contextmanager
     def step(self, step: int, attempt: int, burst: int, epoch: int) -> Iterator[None]:
