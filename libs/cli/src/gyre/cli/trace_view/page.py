@@ -9,6 +9,7 @@ from gyre.cli.trace_view.text import details, head, last_line, milliseconds
 from gyre.cli.trace_view.tree import ROOT, Node, Transition
 
 _ROW, _PAD, _LANE, _WIDTH, _LABEL = 18, 6, 8, 1000, 110  # pixels
+_TOP, _RIGHT = 22, 60
 _TICKS = 8
 _MIN_BAR = 1.5
 _LETTER = 6.2
@@ -30,50 +31,72 @@ def render_page(found: Sequence[Transition], run: str) -> str:
     css = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
     top = join((el("meta", charset="utf-8"), el("meta", name="viewport", content="width=device-width, initial-scale=1"),
                 el("title", f"{title} · OpenGyre role transition"), el("style", Html(css))))
-    body = el("main", el("p", run, cls="kicker"), el("h1", title), *(_section(one) for one in found))
+    body = el("main", el("p", run, cls="kicker"), el("h1", title), _legend(), *(_section(one, len(found) > 1) for one in found))
     return f"<!doctype html>\n{el('html', el('head', top), el('body', body), lang='en')}\n"
 
 
-def _section(one: Transition) -> Html:
+def _legend() -> Html:
+    keys = (("work", "work"), ("wait", "a fact on its way"), ("small", "handling, commands"), ("failed", "failed"),
+            ("work open", "never ended"), ("gap", "nothing recorded"))
+    icons = ((el("svg", el("rect", width=14, height=10, cls=f"bar {kind}"), width=14, height=10), text) for kind, text in keys)
+    return el("div", *(el("span", icon, el("span", text), cls="entry") for icon, text in icons), cls="legend")
+
+
+def _section(one: Transition, is_titled: bool) -> Html:
     facts = [el("tr", el("th", word), el("td", text)) for word, text in head(one)]
     rows = [(Html("&nbsp;" * 4 * depth) + el("span", node.span.name, cls=_kind(node)), node.span.process,
              milliseconds(node.start_ns - one.root.start_ns), milliseconds(node.end_ns - node.start_ns), details(node))
             for depth, node in one.root.walk()]
-    return el("section", el("h2", one.name), el("table", *facts, cls="head"), el("div", waterfall(one), cls="draw"),
+    return el("section", el("h2", one.name) if is_titled else None, el("table", *facts, cls="head"),
+              el("div", waterfall(one), cls="draw"),
               el("p", last_line(one), cls="mono"),
               el("details", el("summary", "every span"), table(_COLUMNS, [(Html(a), *rest) for a, *rest in rows], _NUMERIC)))
 
 
 def waterfall(one: Transition) -> Html:
-    """A lane for each process, in the order in which they come in; spans that overlap lie in rows of their own."""
+    """A lane for each process, in the order in which they come in; what overlaps lies in rows of its own."""
     nodes = [node for _, node in one.root.walk()]
     start = min(node.start_ns for node in nodes)
     end = max(max(node.end_ns for node in nodes), start + 1)
-    lanes: dict[str, list[list[Node]]] = {}
-    for node in sorted(nodes, key=lambda node: (node.start_ns, -node.end_ns)):
-        _place(lanes.setdefault(node.span.process, []), node)
-    parts: list[Html] = []
-    y = 22
-    for process, rows in lanes.items():
+    behind: list[Html] = []
+    bars: list[Html] = []
+    y = _TOP
+    for process, rows in _lanes(one).items():
         height = len(rows) * _ROW + _PAD
-        parts.append(el("rect", x=0, y=y, width=_LABEL + _WIDTH, height=height, cls="lane"))
-        parts.append(el("text", process, x=4, y=y + _ROW - 4, cls="process"))
-        parts += [_bar(node, one, _x(node.start_ns, start, end), _x(node.end_ns, start, end), y + _PAD / 2 + number * _ROW)
-                  for number, row in enumerate(rows) for node in row]
+        behind += [el("rect", x=0, y=y, width=_LABEL + _WIDTH, height=height, cls="lane"),
+                   el("text", process, x=4, y=y + _ROW - 4, cls="process")]
+        bars += [_bar(node, one, _x(node.start_ns, start, end), _x(node.end_ns, start, end), y + _PAD / 2 + number * _ROW)
+                 for number, row in enumerate(rows) for node in row]
         y += height + _LANE
-    gaps = [el("rect", el("title", f"nothing recorded for {milliseconds(b - a)}"), x=_x(a, start, end), y=22,
-               width=max(_x(b, start, end) - _x(a, start, end), 1), height=y - 22 - _LANE, cls="gap") for a, b in one.gaps]
-    return el("svg", *_axis(one, start, end, y), *gaps, *parts, viewBox=f"0 0 {_LABEL + _WIDTH} {y}", role="img",
-              width=_LABEL + _WIDTH, height=y, aria_label=f"waterfall of {one.name}", cls="waterfall")
+    gaps = [el("rect", el("title", f"nothing recorded for {milliseconds(b - a)}"), x=_x(a, start, end), y=_TOP,
+               width=max(round(_x(b, start, end) - _x(a, start, end), 2), 1), height=y - _TOP - _LANE, cls="gap")
+            for a, b in one.gaps]
+    width = _LABEL + _WIDTH + _RIGHT
+    return el("svg", *behind, *_axis(one, start, end, y), *gaps, *bars, viewBox=f"0 0 {width} {y}", role="img", width=width,
+              height=y, aria_label=f"waterfall of {one.name}", cls="waterfall")
 
 
-def _place(rows: list[list[Node]], node: Node) -> None:
-    """Into the first row that is free then."""
-    for row in rows:
-        if row[-1].end_ns <= node.start_ns:
-            row.append(node)
-            return
-    rows.append([node])
+def _lanes(one: Transition) -> dict[str, list[list[Node]]]:
+    """Rows of each process. A span lies below those it is part of, in the first row that is free all its time."""
+    above: dict[str, tuple[str, ...]] = {}
+    for _, node in one.root.walk():
+        above |= {child.span.id: (*above.get(node.span.id, ()), node.span.id) for child in node.children}
+    lanes: dict[str, list[list[Node]]] = {}
+    row_of: dict[str, tuple[str, int]] = {}
+    for node in sorted((node for _, node in one.root.walk()), key=lambda node: (node.start_ns, -node.end_ns)):
+        process, rows = node.span.process, lanes.setdefault(node.span.process, [])
+        over = [row_of[name] for name in above.get(node.span.id, ()) if name in row_of]
+        number = max((row for lane, row in over if lane == process), default=-1) + 1
+        while number < len(rows) and any(_overlap(node, other) for other in rows[number]):
+            number += 1
+        rows += [[] for _ in range(number + 1 - len(rows))]
+        rows[number].append(node)
+        row_of[node.span.id] = process, number
+    return lanes
+
+
+def _overlap(one: Node, other: Node) -> bool:
+    return one.start_ns < other.end_ns and other.start_ns < one.end_ns
 
 
 def _x(time_ns: int, start: int, end: int) -> float:
