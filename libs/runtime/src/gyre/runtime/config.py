@@ -192,7 +192,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """OpenTelemetry: to OTLP when an endpoint is given, to a local file otherwise."""
+    """OpenTelemetry: to OTLP when an endpoint is given, to a local file otherwise. Role transitions: to the file always."""
 
     otlp_endpoint: str = ""
     trace_calls: bool = False  # also a span per model call

@@ -110,6 +110,9 @@ class Drain:
         for engine in self._routes.destinations(call.job.execution, call.max_tokens())[:1]:
             call.go_on(call.number, [Route(engine, reason=reason)])
         call.cut(reason)
+        with telemetry.span("gyre.kv.migrate", gyre__execution=call.job.execution, gyre__outcome="replayed",
+                            gyre__reason=reason, gyre__tokens=call.num_tokens()):
+            pass
 
     async def _carry(self, call: LiveCall, trip: _Trip, left: _Left) -> str:
         """Move a call. Returns why it did not arrive at the destination, in one word; empty if it did."""
