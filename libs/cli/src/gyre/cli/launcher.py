@@ -64,8 +64,8 @@ def free_ports(num: int) -> list[int]:
 
 def deploy_locally(run: RunDir, config: RunConfig, allow_unsandboxed: bool, durability: str) -> Deployment:
     """Choose ports and directories for all processes and write deployment.toml."""
-    num_cells, num_evaluators = config.cells.count, config.reward.evaluators
-    ports = iter(free_ports(5 + 3 * num_cells + num_evaluators))
+    num_cells, num_engines, num_evaluators = config.cells.count, config.cells.num_engines, config.reward.evaluators
+    ports = iter(free_ports(5 + num_engines + 2 * num_cells + num_evaluators))
 
     def endpoint() -> Endpoint:
         address = f"{HOST}:{next(ports)}"
@@ -78,7 +78,7 @@ def deploy_locally(run: RunDir, config: RunConfig, allow_unsandboxed: bool, dura
     deployment = Deployment(
         run=run.name, nats_url=nats, state_dir="state", cells_dir="cells", blobs="blobs", log_dir="logs",
         checkpoint_dir="checkpoints", gateway=gateway, gateway_url=f"http://{gateway.address}", scheduler=endpoint(),
-        rollout=endpoint(), trajectory=endpoint(), engines=several(num_cells), trainers=several(num_cells),
+        rollout=endpoint(), trajectory=endpoint(), engines=several(num_engines), trainers=several(num_cells),
         transfers=several(num_cells), evaluators=several(num_evaluators), allow_unsandboxed=allow_unsandboxed,
         durability="power" if durability == "power" else "process")
     run.deployment.write_text(to_toml(deployment))

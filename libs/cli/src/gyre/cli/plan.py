@@ -35,7 +35,8 @@ def describe(config: RunConfig) -> str:
               f"{burst.num_outstanding * burst.executions_per_group} executions at once",
               f"# loss: {describe_loss(config.loss)}",
               f"# staleness: at most {burst.staleness_limit} versions between dispatch and training",
-              f"# bursts: {config.steps // burst.steps_per_burst} of {burst.steps_per_burst} steps, {cells} cells, "
+              f"# bursts: {config.steps // burst.steps_per_burst} of {burst.steps_per_burst} steps, {cells} cells"
+              f"{f' and {config.cells.standalone} standalone ones' if config.cells.standalone else ''}, "
               f"schedule {config.cells.schedule}"]
     return "\n".join([*lines, *memory(config)])
 
@@ -44,7 +45,8 @@ def processes(config: RunConfig) -> list[str]:
     """One line per process of the deployment."""
     cells = range(config.cells.count)
     return ["nats-server (JetStream on disk)", "gyre-scheduler", "gyre-rollout serve",
-            *(f"gyre-rollout engine --cell {cell}" for cell in cells), "gyre-trajectory",
+            *(f"gyre-rollout engine --cell {cell}" + ("" if cell in cells else " (standalone)")
+              for cell in range(config.cells.num_engines)), "gyre-trajectory",
             *(f"gyre-reward evaluator --index {i}" for i in range(config.reward.evaluators)),
             *(f"gyre-trainer worker --cell {cell}" + (" (core)" if cell == 0 else "") for cell in cells)]
 

@@ -181,7 +181,7 @@ def cell_timelines(log: FactLog) -> dict[int, tuple[Bar, ...]]:
     marks: dict[int, list[tuple[int, int, float, CellRole]]] = defaultdict(list)  # (epoch, stage, time, role from then)
     begin = min((o.time_s for o in log.all(e.RunOpened).values()), default=log.span_s[0])
     for opened in log.all(e.RunOpened).values():
-        for cell in range(opened.fact.num_cells):
+        for cell in range(opened.fact.num_cells + opened.fact.num_standalone):
             marks[cell].append((-1, 0, begin, "rollout"))
     for given in log.all(e.CellRoleAssigned).values():
         role: CellRole = "to train" if given.fact.role == "train" else "to rollout"

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 from gyre.contracts.events import (
     CellRoleAssigned,
+    CellRolloutLost,
     CellRolloutReady,
     CellRolloutReleased,
     CellTrainReleased,
     Role,
     WeightsPublished,
 )
-from gyre.rollout.local import EngineAsleep, EngineServing, SettleCell
+from gyre.rollout.local import EngineAsleep, EngineLost, EngineServing, SettleCell
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Cell:
     released_epoch: int = -1
     ready_epoch: int = -1
     ready_version: int = -1
+    num_lost: int = 0
 
 
 def assigned(cell: Cell, fact: CellRoleAssigned) -> Cell | None:
@@ -71,5 +73,13 @@ def serving(cell: Cell, event: EngineServing) -> tuple[Cell, CellRolloutReady | 
     known = (cell.ready_epoch, cell.ready_version) == (event.epoch, event.version)
     if event.epoch != cell.epoch or cell.role != "rollout" or known:
         return cell, None
-    fact = CellRolloutReady(cell.cell, cell.epoch, event.version, event.checksum)
+    fact = CellRolloutReady(cell.cell, cell.epoch, event.version, event.checksum, cell.num_lost)
     return replace(cell, ready_epoch=event.epoch, ready_version=event.version), fact
+
+
+def lost(cell: Cell, event: EngineLost) -> tuple[Cell, CellRolloutLost | None]:
+    """The engine is out of reach; once it serves again that is said again."""
+    if event.epoch != cell.epoch or cell.role != "rollout" or cell.ready_epoch != cell.epoch:
+        return cell, None
+    num = cell.num_lost + 1
+    return replace(cell, num_lost=num, ready_epoch=-1), CellRolloutLost(cell.cell, cell.epoch, num, event.reason)

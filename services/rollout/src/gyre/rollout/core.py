@@ -12,6 +12,7 @@ from gyre.contracts import codec
 from gyre.contracts.events import (
     CellRoleAssigned,
     CellTrainReleased,
+    ContextsReported,
     EvaluationRequested,
     ExecutionStarted,
     ExecutionTerminated,
@@ -25,8 +26,10 @@ from gyre.rollout.execution import Execution
 from gyre.rollout.local import (
     LOCAL_EVENTS,
     CallFinished,
+    ContextsDue,
     DiscardExecution,
     EngineAsleep,
+    EngineLost,
     EngineServing,
     HarnessNotStarted,
     HarnessStarted,
@@ -53,6 +56,8 @@ class State:
     cells: dict[int, Cell] = field(default_factory=dict)
     weights: WeightsPublished | None = None
     num_terminated: int = 0
+    num_reports: int = 0  # of contexts
+    reported: dict[str, int] = field(default_factory=dict)  # the last of them
     seen_at: float = 0.0  # time of the last event
 
 
@@ -74,7 +79,7 @@ class RolloutCore:
             WorkspacePreserved: self._workspace_preserved, CellRoleAssigned: self._role_assigned,
             CellTrainReleased: self._train_released, WeightsPublished: self._weights_published,
             EngineAsleep: self._engine_asleep, EngineServing: self._engine_serving,
-            ServiceWasAway: self._service_was_away,
+            EngineLost: self._engine_lost, ContextsDue: self._contexts_due, ServiceWasAway: self._service_was_away,
         }
 
     def initial(self) -> State:
@@ -153,8 +158,15 @@ class RolloutCore:
         execution = state.executions.get(record.execution)
         if execution is None or not execution.takes_calls or record.index != execution.num_calls:
             return []
-        state.executions[execution.id] = life.called(execution, event.stall_s)
+        state.executions[execution.id] = life.called(execution, event.stall_s, record.prompt_len + len(record.output_ids))
         return [Publish(record)]
+
+    def _contexts_due(self, state: State, event: ContextsDue, now: float) -> Effects:
+        contexts = {e.id: e.context for e in state.executions.values() if e.context}
+        if contexts == state.reported:
+            return []
+        state.reported, state.num_reports = contexts, state.num_reports + 1
+        return [Publish(ContextsReported(state.num_reports, contexts))]
 
     def _service_was_away(self, state: State, event: ServiceWasAway, now: float) -> Effects:
         for execution in state.executions.values():
@@ -203,7 +215,7 @@ class RolloutCore:
             ending=execution.ending, num_calls=execution.num_calls,
             wall_s=max(0.0, (execution.ended_at or now) - begun), snapshot=snapshot, limit=execution.limit,
             reason=execution.reason, exit_code=execution.exit_code, num_harness_errors=execution.num_errors,
-            stall_s=execution.stall_s, undelivered=execution.undelivered))]
+            stall_s=execution.stall_s, undelivered=execution.undelivered, max_context=execution.max_context))]
         if snapshot is not None and execution.ending != "dropped":
             effects.append(Publish(EvaluationRequested(execution.id, execution.group, execution.query, execution.task,
                                                        execution.purpose, execution.ending, snapshot)))
@@ -238,6 +250,10 @@ class RolloutCore:
 
     def _engine_serving(self, state: State, event: EngineServing, now: float) -> Effects:
         state.cells[event.cell], fact = cells.serving(state.cells[event.cell], event)
+        return [Publish(fact, epoch=fact.epoch)] if fact else []
+
+    def _engine_lost(self, state: State, event: EngineLost, now: float) -> Effects:
+        state.cells[event.cell], fact = cells.lost(state.cells[event.cell], event)
         return [Publish(fact, epoch=fact.epoch)] if fact else []
 
     def _settle(self, state: State, *numbers: int) -> Effects:

@@ -44,6 +44,8 @@ class Execution:
     num_errors: int = 0
     ended_at: float = 0.0
     undelivered: tuple[str, ...] = ()
+    context: int = 0  # tokens of the newest call, prompt and output
+    max_context: int = 0
 
     @property
     def id(self) -> str:
@@ -68,9 +70,10 @@ def running(execution: Execution, pid: int, now: float) -> Execution:
     return replace(execution, phase="running", pid=pid, started_at=now)
 
 
-def called(execution: Execution, stall_s: float) -> Execution:
-    """One more call is recorded."""
-    return replace(execution, num_calls=execution.num_calls + 1, stall_s=execution.stall_s + stall_s)
+def called(execution: Execution, stall_s: float, context: int) -> Execution:
+    """One more call is recorded; `context`: tokens of its prompt and output."""
+    return replace(execution, num_calls=execution.num_calls + 1, stall_s=execution.stall_s + stall_s, context=context,
+                   max_context=max(execution.max_context, context))
 
 
 def limited(execution: Execution, limit: Limit) -> Execution | None:

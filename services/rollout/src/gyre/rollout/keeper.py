@@ -13,7 +13,7 @@ from gyre.contracts.errors import EngineError
 from gyre.contracts.events import WeightsPublished
 from gyre.rollout.attempt import EngineGone
 from gyre.rollout.engine_client import Observed
-from gyre.rollout.local import EngineAsleep, EngineServing, SettleCell
+from gyre.rollout.local import EngineAsleep, EngineLost, EngineServing, SettleCell
 from gyre.rollout.router import Router
 from gyre.runtime import telemetry
 from gyre.runtime.clock import Clock
@@ -44,11 +44,12 @@ class Keeper:
     """Keeps one cell. `settle` gives it what is wanted; `run` does the rest."""
 
     def __init__(self, cell: int, engine: EngineControl, router: Router, post: Post, clock: Clock,
-                 check_s: float = 1.0, drain_timeout_s: float = 60.0) -> None:
+                 check_s: float = 1.0, drain_timeout_s: float = 60.0, lost_after_s: float = 15.0) -> None:
         self.cell = cell
         self.observed: Observed | None = None
         self._engine, self._router, self._post, self._clock = engine, router, post, clock
-        self._check_s, self._drain_timeout_s = check_s, drain_timeout_s
+        self._check_s, self._drain_timeout_s, self._lost_after_s = check_s, drain_timeout_s, lost_after_s
+        self._gone_since: float | None = None
         self._wanted: SettleCell | None = None
         self._trace: Mapping[str, str] = {}
         self._said: tuple[int, int] | None = None  # (epoch, version) that was reported; version -1: asleep
@@ -70,13 +71,25 @@ class Keeper:
         while True:
             try:
                 await self.check()
+                self._gone_since = None
             except EngineError as error:
                 log.info("cell %d: %s", self.cell, error)
                 self.observed = None
                 self._router.observe(self.cell, None)
                 if isinstance(error, EngineGone):
                     self._router.set_admitting(self.cell, False)
+                    await self._miss(error)
             await self._pause()
+
+    async def _miss(self, error: EngineGone) -> None:
+        """Say that the engine is lost once it has been away for longer than its restart takes."""
+        now = self._clock.now()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        wanted = self._wanted
+        if wanted is None or not wanted.serve or self._said is None or now - self._gone_since < self._lost_after_s:
+            return
+        self._said = None
+        await self._post(EngineLost(self.cell, wanted.epoch, f"out of reach for {self._lost_after_s:g} s: {error}"))
 
     async def _pause(self) -> None:
         """Until something new is wanted or the next check is due."""

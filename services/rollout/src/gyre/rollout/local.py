@@ -86,6 +86,20 @@ class EngineServing:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The cell's engine was to serve under `epoch`, and has been out of reach for longer than a restart takes."""
+
+    cell: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContextsDue:
+    """It is time to say how long the contexts of the running executions are, if that has changed."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceWasAway:
     """This service did not run for `seconds`; harnesses waited meanwhile."""
 
@@ -93,7 +107,7 @@ class ServiceWasAway:
 
 
 LOCAL_EVENTS: tuple[type, ...] = (HarnessStarted, HarnessNotStarted, CallFinished, LimitFired, ProcessExited,
-                                  WorkspacePreserved, EngineAsleep, EngineServing, ServiceWasAway)
+                                  WorkspacePreserved, EngineAsleep, EngineServing, EngineLost, ContextsDue, ServiceWasAway)
 
 # ---------------------------------------------------------------- effects
 

@@ -30,7 +30,7 @@ from gyre.rollout.gateway.server import GatewayApp
 from gyre.rollout.gateway.session import Sessions
 from gyre.rollout.harness.process import ProcessHarness
 from gyre.rollout.keeper import Keeper
-from gyre.rollout.local import CallFinished, LimitFired, OpenGateway, ServiceWasAway, SettleCell
+from gyre.rollout.local import CallFinished, ContextsDue, LimitFired, OpenGateway, ServiceWasAway, SettleCell
 from gyre.rollout.router import Router
 from gyre.rollout.rpc import SERVICE, RolloutRpc, View
 from gyre.runtime import rpc, telemetry
@@ -40,6 +40,7 @@ from gyre.runtime.service import Service, Subscription
 SUBSCRIPTIONS = (Subscription(CTL, (GroupDispatched, CellRoleAssigned)),
                  Subscription(TRAIN, (WeightsPublished, CellTrainReleased)))
 STOP_TIMEOUT_S = 2
+CONTEXTS_EVERY_S = 2.0
 
 
 class Rollout:
@@ -84,6 +85,12 @@ class Rollout:
     async def _fire_call_limit(self, execution: str) -> None:
         await self._post(LimitFired(execution, "calls"))
 
+    async def report_contexts(self) -> None:
+        """Have the contexts' lengths said from time to time; the scheduler forecasts memory from them."""
+        while True:
+            await self.process.clock.sleep(CONTEXTS_EVERY_S)
+            await self._post(ContextsDue())
+
     async def _open_gateway(self, effect: OpenGateway) -> None:
         if effect.away_s:
             await self._post(ServiceWasAway(effect.away_s))
@@ -119,6 +126,7 @@ async def serve(process: Process) -> None:
     for keeper in rollout.keepers.values():
         service.spawn(keeper.run())
     service.spawn(rollout.executor.watch())
+    service.spawn(rollout.report_contexts())
     service.spawn(_serve_gateway(rollout, web, server))
     service.spawn(_stop_when_asked(process, service, web))
     try:

@@ -44,6 +44,7 @@ class TrainerConfig:
     training: TrainingConfig = TrainingConfig()
     reference: Path | None = None  # HF directory of the policy that a KL is taken to; None: version 0
     implementation: Literal["gyre", "transformers"] = "gyre"
+    streams: bool = True  # work on a step before its last group has joined it
 
     @property
     def memory_bytes(self) -> float:
@@ -79,6 +80,7 @@ def trainer_config(run: RunConfig, deployment: Deployment, cell: int) -> Trainer
         retention=run.checkpoints,
         training=run.training,
         implementation=run.policy.implementation,
+        streams=run.cells.streams,
     )
 
 

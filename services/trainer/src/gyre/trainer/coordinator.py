@@ -169,6 +169,7 @@ class Coordinator:
         state = self._ledger.state
         self._backend.zero_gradients()
         self._ticket = None
+        self._backlog_at = 0.0
         lease_s = self._config.optimizer.claim_lease_s
         self._table = ClaimTable(state.position, state.attempt, CORE_WORKER, lease_s, self._speeds)
         await self._notify()
@@ -183,7 +184,8 @@ class Coordinator:
         """Give the table what joined the step meanwhile; void the workers that fell silent."""
         plan = self._ledger.state.plan
         before = table.num_micro_steps, table.sealed
-        table.add(plan.micro_steps)
+        if plan.sealed or self._config.streams:
+            table.add(plan.micro_steps)
         if plan.sealed:
             table.seal()
         self._expire(table)
@@ -240,7 +242,9 @@ class Coordinator:
         now = self._clock.now()
         if now - self._backlog_at >= BACKLOG_EVERY_S and table.unclaimed_cost != self._ledger.state.unclaimed_cost:
             self._backlog_at = now
-            await self._ledger.submit(ClaimsObserved(table.unclaimed_cost))
+            speeds = self._speeds
+            per_s = sum(speeds.of(c) for c in speeds.work) / len(speeds.work) if speeds.work else 0.0
+            await self._ledger.submit(ClaimsObserved(table.unclaimed_cost, per_s))
 
     # ------------------------------------------------------------ the burst's end
 

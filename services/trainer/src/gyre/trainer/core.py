@@ -87,9 +87,10 @@ class DevicesReleased:
 
 @dataclass(frozen=True, slots=True)
 class ClaimsObserved:
-    """Cost of the open step's micro-steps that nobody has claimed."""
+    """Cost of the open step's micro-steps that nobody has claimed, and what a cell gets done in a second (0: not known)."""
 
     unclaimed_cost: float
+    cost_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class TrainerState:
     backlog_serial: int = 0
     backlog: tuple[int, int, float] = (-1, 0, 0.0)
     unclaimed_cost: float = 0.0
+    cost_per_s: float = 0.0
     cell: CellState = field(default_factory=CellState)
     membership: Membership = field(default_factory=Membership)
     checksum: str = ""
@@ -205,6 +207,7 @@ class TrainerCore:
                 return [Publish(CellTrainReleased(self._cell, event.epoch, event.version)), Attend()]
             case ClaimsObserved():
                 state.unclaimed_cost = event.unclaimed_cost
+                state.cost_per_s = event.cost_per_s
                 return self._report(state)
         return []
 
@@ -229,18 +232,24 @@ class TrainerCore:
             micro_steps_by_cell=event.micro_steps_by_cell, executions=plan.executions,
         )  # fmt: skip
         state.membership.open_next(state.position)
-        return [Publish(finished), *self._fill(state), *self._report(state), Attend()]
+        effects = self._fill(state)
+        state.unclaimed_cost = sum(ref.cost for ref in state.plan.micro_steps)
+        return [Publish(finished), *effects, *self._report(state), Attend()]
 
     def _report(self, state: TrainerState) -> list[Effect]:
         """Say what waits for training, when it is not what was said last."""
         waiting = state.membership.waiting
-        cost = state.unclaimed_cost + sum(ref.cost for group in waiting for ref in group.micro_steps)
-        backlog = (state.position, len(waiting), cost)
+        # What waits for a later burst is no reason for a cell to join this one.
+        places = max(0, state.burst_end - state.position - 1) * self._rules.groups_per_step
+        refs = [ref for group in waiting[:places] for ref in group.micro_steps]
+        backlog = (state.position, len(waiting), state.unclaimed_cost + sum(ref.cost for ref in refs))
         if backlog == state.backlog:
             return []
         state.backlog = backlog
         state.backlog_serial += 1
-        return [Publish(BacklogReported(state.backlog_serial, *backlog))]
+        known = [*state.plan.micro_steps, *refs]
+        mean = sum(ref.cost for ref in known) / len(known) if known else 0.0
+        return [Publish(BacklogReported(state.backlog_serial, *backlog, mean, state.cost_per_s))]
 
 
 def _burst_opened(state: TrainerState, fact: BurstOpened) -> list[Effect]:
