@@ -3,6 +3,7 @@
 The n-th group of a run has the same executions under every schedule: schedules are compared on equal work.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,15 +62,21 @@ class Lognormal:
                      for d, x in zip(durations, contexts, strict=True))
 
 
+@functools.lru_cache(maxsize=16)
 def _location(c: LognormalConstants) -> float:
     """The mean of log duration that gives the capped durations their mean."""
-    z = np.array([_quantile((i + 0.5) / GRID) for i in range(GRID)])
+    z = _quantiles()
     low, high = math.log(c.mean_s) - 10.0, math.log(c.cap_s) + 10.0
     for _ in range(80):
         middle = (low + high) / 2
         mean = float(np.minimum(np.exp(middle + c.sigma * z), c.cap_s).mean())
         low, high = (middle, high) if mean < c.mean_s else (low, middle)
     return (low + high) / 2
+
+
+@functools.cache
+def _quantiles() -> np.ndarray:
+    return np.array([_quantile((i + 0.5) / GRID) for i in range(GRID)])
 
 
 def _quantile(p: float) -> float:

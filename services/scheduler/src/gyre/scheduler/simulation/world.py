@@ -91,8 +91,8 @@ class World:
         self._groups: dict[str, _Group] = {}
         self._executions: dict[str, tuple[str, Demand]] = {}
         self._num_switches = 0
+        self._ask = True
         self._closed_at = 0.0
-        self._busy_s = 0.0
 
     # ------------------------------------------------------------ the loop
 
@@ -131,9 +131,13 @@ class World:
             self._report_contexts(0)
 
     def _decide(self) -> None:
+        """Nothing changes its mind but a fact, or a deadline."""
+        if not self._ask:
+            return
         for _ in range(MAX_DECISIONS):
             facts = self.leader.decide(self.agenda.now)
             if not facts:
+                self._ask = False
                 return
             for fact in facts:
                 self._fold(fact)
@@ -148,6 +152,7 @@ class World:
 
     def _fold(self, fact: e.Fact) -> None:
         self.said(fact)
+        self._ask = True
         self.leader.fold(fact, self.agenda.now)
 
     def _note_level(self) -> None:
@@ -189,7 +194,10 @@ class World:
         if not is_lost:
             self.lanes.use(cell, self.agenda.now, "move")
         self._stage(fact, (t.release_s if fact.role == "train" else t.leave_s), lambda: self._half_way(fact))
-        self.agenda.after(self.scenario.plan.transition_timeout_s + 1.0, lambda: None)  # it is asked again then
+        self.agenda.after(self.scenario.plan.transition_timeout_s + 1.0, self._deadline)
+
+    def _deadline(self) -> None:
+        self._ask = True
 
     def _stage(self, fact: e.CellRoleAssigned, seconds: float, then: Callable[[], None]) -> None:
         """`then` after `seconds`, unless the cell was told otherwise; if it is lost, once it is back."""
@@ -237,7 +245,8 @@ class World:
         if group.unscored:
             return
         fact, cuts = group.fact, self.scenario.constants.training.micro_steps
-        self.say(e.GroupCompleted(name, fact.burst, fact.query, fact.purpose, fact.version, (), len(group.demands), 0.5, 0.5, ()))
+        self.say(e.GroupCompleted(name, fact.burst, fact.query, fact.purpose, fact.version, (), len(group.demands), 0.5, 0.5,
+                                  ()))
         costs = tuple(d.train_s / cuts for d in group.demands for _ in range(cuts))
         self.trainer.complete(name, fact.version, costs)
 
