@@ -233,10 +233,10 @@ class NixlBackend:
     ) -> Any:
         target = _target(descriptor)
         local, remote, at = [], [], landing.address
-        for piece in pieces:
-            local.append((at, piece.num_bytes, 0))
-            remote.append((target.address + piece.offset, piece.num_bytes, 0))
-            at += piece.num_bytes
+        for offset, num_bytes in merged(pieces):
+            local.append((at, num_bytes, 0))
+            remote.append((target.address + offset, num_bytes, 0))
+            at += num_bytes
         try:
             here, there = api.agent.get_xfer_descs(local, MEMORY), api.agent.get_xfer_descs(remote, MEMORY)
             return api.agent.initialize_xfer("READ", here, there, target.agent)
@@ -289,6 +289,19 @@ def packed(pieces: Iterable[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
                 chunk, room = [], chunk_bytes
     if chunk:
         yield chunk
+
+
+def merged(pieces: Iterable[Piece]) -> Iterator[tuple[int, int]]:
+    """(offset, number of bytes) of what the pieces want, neighbours as one: each costs a transfer of its own."""
+    start = stop = 0
+    for piece in pieces:
+        if piece.offset != stop:
+            if stop > start:
+                yield start, stop - start
+            start = piece.offset
+        stop = piece.offset + piece.num_bytes
+    if stop > start:
+        yield start, stop - start
 
 
 def _guarded(api: NixlApi, call: Callable[[Any], str], handle: Any) -> str:
