@@ -52,6 +52,7 @@ from torch_cells import Listener, TorchCells, job  # noqa: E402
 MAX_TOKENS = 3000  # of the answer: more than the rounds take
 LIMITS = replace(MoveLimits(), min_tokens=1, total_s=120.0, pull_s=60.0, stop_s=60.0, land_s=60.0, stream_s=60.0)
 LONG = 16_384  # from here on a move should cost little more than the read
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # pools are files: on a disk a move waits for its write-back
 NUM_WARM = 1  # moves before the first that counts: channels open, pages are touched
 
 
@@ -179,7 +180,7 @@ class Scene:
 
 async def measure_backend(backend: str, sizes: Sequence[int], rounds: int) -> list[Measured]:
     longest = max(sizes)
-    with tempfile.TemporaryDirectory() as home, Transfer(TransferConfig("bench", backends=backends_of(backend))) as reader:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as home, Transfer(TransferConfig("bench", backends=backends_of(backend))) as reader:
         cells = TorchCells(Path(home), 2, policy(longest), "min_interval_ms = 0.0\ntoken_budget = 8192",
                            longest + 2 * MAX_TOKENS, backend)
         cells.prepare()
