@@ -180,7 +180,8 @@ class Scene:
 
 async def measure_backend(backend: str, sizes: Sequence[int], rounds: int) -> list[Measured]:
     longest = max(sizes)
-    with tempfile.TemporaryDirectory(dir=MEMORY) as home, Transfer(TransferConfig("bench", backends=backends_of(backend))) as reader:
+    config = TransferConfig("bench", backends=backends_of(backend))
+    with tempfile.TemporaryDirectory(dir=MEMORY) as home, Transfer(config) as reader:
         cells = TorchCells(Path(home), 2, policy(longest), "min_interval_ms = 0.0\ntoken_budget = 8192",
                            longest + 2 * MAX_TOKENS, backend)
         cells.prepare()
