@@ -136,12 +136,15 @@ class TorchEngine:
         async with self._boundary:
             if self._asleep:
                 raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
+            is_first = self._runner is None
             cache = self._new_cache() if self._runner is None else self._runner.cache
             self._runner = self._make_runner(model, cache)
             self._weights = weights
             self._verified = False
             self._mover.void()
             self._scheduler.swap(version, self._config.scheduler.keeps)
+            if is_first:
+                await self._populate()
 
     async def export_ticket(self, request_id: str) -> bytes:
         """See `Engine.export_ticket`."""
@@ -172,6 +175,7 @@ class TorchEngine:
                 to_device(self._offloaded, self._config.device)
                 self._runner = self._make_runner(self._offloaded, self._new_cache())
                 self._offloaded = None
+                await self._populate()
 
     async def probe(self) -> ProbeResult:
         """See `Engine.probe`."""
@@ -260,6 +264,10 @@ class TorchEngine:
             rows = min(config.staging_blocks, pool.num_blocks)
             self._mover.shipping = InPlace(cache, pool, transfer) if in_place else Staged(cache, transfer, rows)
         return cache
+
+    async def _populate(self) -> None:
+        if self._mover.shipping is not None:
+            await asyncio.to_thread(self._mover.shipping.populate)
 
     def _offload(self) -> int:
         if self._runner is None:
