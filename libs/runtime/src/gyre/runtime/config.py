@@ -251,8 +251,14 @@ class Deployment:
     evaluators: tuple[Endpoint, ...]
     transfers: tuple[Endpoint, ...]  # the trainer workers' transfer servers
     transfer: Literal["auto", "shared_memory", "tcp", "nixl"] = "auto"  # how weights and gradients are read
+    memory_dir: str = ""  # memory shared on one machine; on a tmpfs nothing of it is written back; empty: below cells_dir
     allow_unsandboxed: bool = False
     durability: Literal["power", "process"] = "power"  # what a commit survives
+
+    @property
+    def regions_dir(self) -> str:
+        """Where registered memory is mapped."""
+        return self.memory_dir or f"{self.cells_dir}/transfer"
 
 
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -277,9 +283,9 @@ def load_run(path: Path, overrides: list[str] | None = None) -> RunConfig:
 def load_deployment(path: Path) -> Deployment:
     """Read a deployment; relative paths are resolved against its directory. Raises ConfigError."""
     tables = read_toml(path)
-    for key in ("state_dir", "cells_dir", "log_dir", "checkpoint_dir", "blobs"):
+    for key in ("state_dir", "cells_dir", "memory_dir", "log_dir", "checkpoint_dir", "blobs"):
         value = tables.get(key)
-        if isinstance(value, str) and "://" not in value:
+        if isinstance(value, str) and value and "://" not in value:
             tables[key] = str((path.parent / value).resolve())
     deployment = parse(tables, Deployment, str(path))
     check_id(deployment.run, "run")

@@ -58,7 +58,7 @@ def _transfer_config(process: Process, cell: int) -> TransferConfig:
     deployment = process.deployment
     endpoint = deployment.engines[cell]
     listen, advertised = (address.rpartition(":")[0].strip("[]") for address in (endpoint.listen, endpoint.address))
-    directory = Path(deployment.cells_dir) / "transfer"
+    directory = Path(deployment.regions_dir)
     return TransferConfig(process.name, directory, Address(listen, 0), advertised, backends_of(deployment.transfer))
 
 
