@@ -58,7 +58,8 @@ def _traces_of(path: Path) -> Path:
 def choose(found: Sequence[Transition], name: str, place: Place) -> Transition:
     """The transition of that id, the newest if none is named. Raises ConfigError, naming those that are near."""
     if not found:
-        raise ConfigError(f"{place.said}: no cell has changed its role yet, so there is no trace")
+        raise ConfigError(f"{place.said}: no trace of a role transition in its files; no cell has changed its role yet, or an "
+                          "earlier version wrote them")
     if not name:
         return found[-1]
     for one in found:
