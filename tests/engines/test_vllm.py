@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 from engine_conformance import CHECKS, Check, Lab, admission_is_closed_until_weights_were_probed, ids_of, name_of
+from engine_move_conformance import TICKET_CHECKS
 from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder
 from gyre.rollout.engines.base import GenerateRequest, TokenEvent
@@ -26,13 +27,14 @@ from gyre.rollout.engines.server_process import ServerPlace
 from gyre.rollout.engines.vllm_server import vllm_engine
 from gyre.rollout.engines.vllm_ticket import VllmTicket
 from gyre.runtime.config import EngineConfig, EngineServerConfig
+from served_engines import Caller, Cells
 
 torch.set_num_threads(1)
 if "GYRE_VLLM_PYTHON" not in os.environ:
     pytest.skip("make test-engines installs vLLM and runs this", allow_module_level=True)
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 POLICY = PolicyConfig("qwen3", 512, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=512)
-LONGEST, SLOTS, PROMPTS, ANSWER = 320, 24, 20, 200
+LONGEST, SLOTS, PROMPTS, ANSWER, CALLS = 320, 24, 20, 200, 8
 
 
 def weights(number: int) -> Mapping[str, torch.Tensor]:
@@ -144,6 +146,51 @@ async def test_held_kv_delays_no_sleep_and_no_new_weights(labs: tuple[Lab, Lab])
     async with asyncio.timeout(50.0):  # a lease is 60 s
         await a.load(1)
     await a.engine.release_ticket(ticket)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cells(labs: tuple[Lab, Lab], tmp_path: Path) -> AsyncIterator[Cells]:
+    """The servers as cells 0 and 1 of a run."""
+    opened = await Cells.open(tmp_path, labs)
+    yield opened
+    await opened.close()
+
+
+async def answers(cells: Cells, callers: list[Caller]) -> list[list[int]]:
+    """What is said to calls that nothing disturbs."""
+    await asyncio.gather(*(caller.start(cells.router) for caller in callers))
+    return [caller.output.ids for caller in callers]
+
+
+async def test_a_cell_that_leaves_rollout_is_emptied_and_no_call_notices(cells: Cells) -> None:
+    prompts = [question(cells.cells[0].lab, i).prompt_ids for i in range(CALLS)]
+    want = await answers(cells, [Caller(f"stays-{i}", prompt, ANSWER) for i, prompt in enumerate(prompts)])
+    callers = [Caller(f"moves-{i}", prompt, ANSWER, streams=i % 2 == 0) for i, prompt in enumerate(prompts)]
+    cells.router.set_admitting(1, False)
+    for caller in callers:
+        caller.start(cells.router)
+    await asyncio.gather(*(caller.until(5) for caller in callers))
+    assert cells.router.num_live(0) == CALLS
+    cells.router.set_admitting(1, True)
+    num_moved, num_replayed = await cells.leaves(0)
+    await asyncio.gather(*(caller.task for caller in callers))
+    for caller, expected in zip(callers, want, strict=True):
+        assert caller.output.ids == expected and caller.output.finish == "length" and caller.output.cell == 1
+        assert caller.heard == (expected if caller.streams else [])
+    came = [(attempt, reused) for attempt, _, reused in cells.cells[1].client.tries if attempt.ticket]
+    print(f"\n{num_moved} live calls moved with KV of {sum(r for _, r in came)} tokens, {num_replayed} were replayed; "
+          f"computed again: {cells.router.counts.num_tokens_recomputed} tokens; {dict(cells.router.counts.replayed)}")  # fmt: skip
+    assert (num_moved, num_replayed, len(came)) == (CALLS, 0, CALLS)
+    for attempt, reused in came:
+        assert 5 <= attempt.num_emitted < ANSWER
+        assert reused >= len(attempt.prompt) - 1, "no token but the last was computed again"
+    assert cells.cells[0].lab.engine.load_report().asleep and cells.cells[0].lab.engine.load_report().num_held == 0
+
+
+@pytest.mark.parametrize("check", TICKET_CHECKS, ids=name_of)
+async def test_it_moves_requests_as_engines_of_its_kind_do(labs: tuple[Lab, Lab], check: Check) -> None:
+    await labs[0].ready()
+    await check(labs[0])
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)
