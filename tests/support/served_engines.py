@@ -135,7 +135,7 @@ class Caller:
 async def _serve(root: Path, number: int, lab: Lab, state: Mapping[str, torch.Tensor]) -> Cell:
     lock = DeviceLock(root / "cells", number, "engine")
     held = EngineCell(lab.engine, lock, Given(state))
-    service = EngineRpc(held, 0.0, lambda: status_pb2.Status())
+    service = EngineRpc(held, 0.01, lambda: status_pb2.Status())
     server = rpc.Server("127.0.0.1:0", [(SERVICE, lambda s: pb_grpc.add_EngineServiceServicer_to_server(service, s))])
     await server.start()
     channel = rpc.channel(f"127.0.0.1:{server.port}")

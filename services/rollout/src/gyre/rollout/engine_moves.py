@@ -7,6 +7,7 @@ when the caller goes away meanwhile: it will ask again or release the ticket, an
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from gyre.rollout.engine_wire import (
     stage_of,
 )
 from gyre.rollout.engines.moving import ExportOf, Frozen, Mover, MoveRefused, TicketUnknown
+
+log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 1024  # tickets of engines of kind `ticket` whose freeze may be asked again
 
@@ -82,6 +85,11 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
     async def ReleaseTicket(self, request: pb.ReleaseTicketRequest, context: Context) -> pb.ReleaseTicketResponse:
         return pb.ReleaseTicketResponse(found=await self._done(context, self._release(request.ticket)))
 
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._working.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("a step of a move: %s", error)  # whoever asked was told, or is gone
+
     async def _staged(self, ask: Callable[[Mover], Awaitable[Result]]) -> Result:
         mover = self._cell.engine.mover
         if mover is None:
@@ -127,7 +135,7 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
         """The result of `work`, which goes on if the caller does not wait for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._working.add(task)
-        task.add_done_callback(self._working.discard)
+        task.add_done_callback(self._ended)
         try:
             return await asyncio.shield(task)
         except TicketUnknown as error:
