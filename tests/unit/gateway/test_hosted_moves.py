@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_conformance import Lab
@@ -14,12 +15,12 @@ from fake_tensorrt_llm import World
 from fake_vllm import Fabric, FakeVllm
 from gyre.policy.decoder import Decoder
 from gyre.rollout.engines.hosted import HostedEngine
+from gyre.rollout.engines.moving import MoveRefused
 from hosted_engines import hosted, make_vllm_over, tensorrt_host
 from served_engines import Caller, Cells
 
 torch.set_num_threads(1)
 LONGEST, PROMPT, ANSWER = 256, 70, 100
-Open = Callable[[], Awaitable[Cells]]
 
 
 def vllm_pair() -> list[HostedEngine]:
@@ -65,6 +66,45 @@ async def test_a_cell_that_leaves_rollout_is_emptied_and_no_call_notices(cells: 
     for one, other in zip(go, stay, strict=True):
         assert one.output.ids == other.output.ids and one.output.finish == "length" and one.output.cell == 1
         assert one.heard == (one.output.ids if one.streams else [])
-    tries = [(attempt, reused) for attempt, _, reused in cells.cells[1].client.tries if attempt.ticket]
+    tries = [(attempt, reused) for attempt, _, reused in cells.cells[1].client.tries if attempt.num_emitted]
     assert len(tries) == 3 and all(reused >= len(attempt.prompt) - 2 for attempt, reused in tries)
     assert cells.cells[0].lab.engine.load_report().num_held == 0
+
+
+async def test_an_execution_that_waits_on_a_tool_finds_its_context_where_it_asks_next(cells: Cells) -> None:
+    cells.router.set_admitting(1, False)
+    first = caller(cells, "waits", 0)
+    await first.start(cells.router)
+    cells.router.set_admitting(1, True)
+    before = cells.cells[1].lab.engine.load_report()
+    assert await cells.leaves(0) == (0, 0)
+    assert cells.router.counts.num_prefixes_moved == 1
+    context = np.concatenate((first.prompt, np.array(first.output.ids, np.int32)))
+    assert len(first.heard) == len(first.output.ids) == ANSWER, "nobody hears the token that brought it over"
+    after = cells.cells[1].lab.engine.load_report()
+    assert after.num_tokens_prefilled - before.num_tokens_prefilled <= 2
+    again = Caller("waits", np.concatenate((context, cells.cells[0].lab.prompt(9, 3))), 20)
+    await again.start(cells.router)
+    ((_, finish, reused),) = [t for t in cells.cells[1].client.tries if len(t[0].prompt) == len(again.prompt)]
+    assert finish == "length" and reused >= len(context) - 1
+    fresh = Caller("other", again.prompt, 20)
+    await fresh.start(cells.router)
+    assert again.output.ids == fresh.output.ids
+
+
+async def test_a_prefix_that_cannot_be_exported_is_left_where_it_is(cells: Cells) -> None:
+    engine = cells.cells[0].lab.engine
+    with pytest.raises(MoveRefused, match="nothing that could be moved is cached for 'nobody'"):
+        await engine.export_prefix("nobody")
+    cells.router.set_admitting(1, False)
+    first = caller(cells, "waits", 0)
+    await first.start(cells.router)
+    await cells.cells[0].lab.load(1)
+    with pytest.raises(MoveRefused, match="nothing that could be moved"):
+        await engine.export_prefix("waits")
+    cells.router.set_admitting(1, True)
+    assert await cells.leaves(0) == (0, 0)
+    assert cells.router.counts.num_prefixes_moved == 0
+    again = Caller("waits", np.concatenate((first.prompt, first.prompt)), 20)
+    await again.start(cells.router)
+    assert again.output.finish == "length" and again.output.cell == 1
