@@ -34,7 +34,7 @@ if "GYRE_VLLM_PYTHON" not in os.environ:
     pytest.skip("make test-engines installs vLLM and runs this", allow_module_level=True)
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 POLICY = PolicyConfig("qwen3", 512, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=2048)
-LONGEST, SLOTS, PROMPTS, ANSWER = 2048, 24, 20, 200
+LONGEST, SLOTS, PROMPTS, ANSWER, BLOCK = 2048, 24, 20, 200, 32
 CALLS, LONG_ANSWER = 8, 1200  # a small model has said much by the time that it hears an abort
 
 
@@ -173,11 +173,9 @@ async def test_a_cell_that_leaves_rollout_is_emptied_and_no_call_notices(cells: 
     await asyncio.gather(*(caller.until(5) for caller in callers))
     assert cells.router.num_live(0) == CALLS
     cells.router.set_admitting(1, True)
-    print([len(caller.output.ids) for caller in callers])
     num_moved, num_replayed = await cells.leaves(0)
-    print([len(caller.output.ids) for caller in callers], [t[0].num_emitted for t in cells.cells[1].client.tries])
     await asyncio.gather(*(caller.task for caller in callers))
-    came = [(attempt, reused) for attempt, _, reused in cells.cells[1].client.tries if attempt.ticket]
+    came = [(attempt, reused) for attempt, _, reused in cells.cells[1].client.tries if attempt.num_emitted]
     counts = cells.router.counts
     print(f"\n{num_moved} live calls moved with KV of {sum(r for _, r in came)} tokens, {num_replayed} were replayed "
           f"{dict(counts.replayed)}; computed again: {counts.num_tokens_recomputed} tokens")  # fmt: skip
@@ -186,9 +184,29 @@ async def test_a_cell_that_leaves_rollout_is_emptied_and_no_call_notices(cells: 
         assert caller.heard == (expected if caller.streams else [])
     assert (num_moved, num_replayed, len(came)) == (CALLS, 0, CALLS)
     for attempt, reused in came:
-        assert 5 <= attempt.num_emitted < LONG_ANSWER
-        assert reused >= len(attempt.prompt) - 1, "no token but the last was computed again"
+        assert attempt.ticket and 5 <= attempt.num_emitted < LONG_ANSWER
+        assert reused > len(attempt.prompt) - BLOCK, "no block was computed again but the last, which was not full"
     assert cells.cells[0].lab.engine.load_report().asleep and cells.cells[0].lab.engine.load_report().num_held == 0
+
+
+async def test_an_execution_that_waits_on_a_tool_finds_its_context_where_it_asks_next(cells: Cells) -> None:
+    lab = cells.cells[0].lab
+    cells.router.set_admitting(1, False)
+    first = Caller("waits", question(lab, 11).prompt_ids, ANSWER)
+    await first.start(cells.router)
+    cells.router.set_admitting(1, True)
+    assert await cells.leaves(0) == (0, 0)
+    assert len(first.heard) == len(first.output.ids) == ANSWER, "nobody hears the token that brought it over"
+    context = np.concatenate((first.prompt, np.array(first.output.ids, np.int32)))
+    again = Caller("waits", np.concatenate((context, lab.prompt(40))), ANSWER)
+    await again.start(cells.router)
+    (_, came, fetched), (_, finish, reused) = cells.cells[1].client.tries
+    counts = cells.router.counts
+    print(f"\na prefix of {len(context)} tokens moved with KV of {fetched}; the next call reused {reused}")
+    assert (counts.num_prefixes_moved, came, finish, again.output.cell) == (1, "length", "length", 1)
+    assert fetched > len(context) - BLOCK and reused > len(context) - BLOCK
+    (want,) = await answers(cells, [Caller("other", again.prompt, ANSWER)])
+    assert again.output.ids == want
 
 
 @pytest.mark.parametrize("check", TICKET_CHECKS, ids=name_of)

@@ -20,7 +20,7 @@ from hosted_engines import hosted, make_vllm_over, tensorrt_host
 from served_engines import Caller, Cells
 
 torch.set_num_threads(1)
-LONGEST, PROMPT, ANSWER = 256, 70, 100
+LONGEST, PROMPT, ANSWER, BLOCK = 256, 70, 100, 8
 
 
 def vllm_pair() -> list[HostedEngine]:
@@ -86,7 +86,7 @@ async def test_an_execution_that_waits_on_a_tool_finds_its_context_where_it_asks
     again = Caller("waits", np.concatenate((context, cells.cells[0].lab.prompt(9, 3))), 20)
     await again.start(cells.router)
     ((_, finish, reused),) = [t for t in cells.cells[1].client.tries if len(t[0].prompt) == len(again.prompt)]
-    assert finish == "length" and reused >= len(context) - 1
+    assert finish == "length" and reused >= len(context) - BLOCK
     fresh = Caller("other", again.prompt, 20)
     await fresh.start(cells.router)
     assert again.output.ids == fresh.output.ids

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gyre.rollout import placement
@@ -111,11 +112,12 @@ async def test_an_answer_that_is_lost_costs_nothing(idle_stage: Open) -> None:
     assert await next_call(stage) < 20
 
 
-async def test_small_prefixes_and_those_of_engines_that_only_replay_stay(idle_stage: Open) -> None:
-    for options in ({"config": ScriptedConfig(migration="replay")}, {"limits": replace(QUICK, min_tokens=10_000)}):
-        stage = await idle_stage(2, **options)
-        await stage.drain()
-        assert stage.nodes[0].client.asked == []
+@pytest.mark.parametrize("options", [{"config": ScriptedConfig(migration="replay")},
+                                     {"limits": replace(QUICK, min_tokens=10_000)}], ids=["replay", "small"])
+async def test_small_prefixes_and_those_of_engines_that_only_replay_stay(idle_stage: Open, options: dict[str, Any]) -> None:
+    stage = await idle_stage(2, **options)
+    await stage.drain()
+    assert stage.nodes[0].client.asked == []
 
 
 # ---------------------------------------------------------------- engines that move by ticket
@@ -155,7 +157,7 @@ async def test_such_a_prefix_that_does_not_arrive_in_time_is_computed_again(idle
         stage.nodes[1].client.before("generate", never.wait, number)
     assert await stage.drain() == (0, 0)
     assert stage.router.counts.num_prefixes_moved == 0
-    assert await next_call(stage) > 400
+    assert await next_call(stage) >= 400
     await stage.is_empty()
 
 
