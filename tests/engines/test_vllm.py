@@ -77,7 +77,8 @@ async def both_ready(labs: tuple[Lab, Lab]) -> tuple[Lab, Lab]:
 
 def question(lab: Lab, number: int, **fields: object) -> GenerateRequest:
     prompt = ((np.arange(70 + number) * (5 + number) + number) % POLICY.vocab_size).astype(np.int32)
-    return lab.ask(f"q{number}-{fields.get('namespace', '')}", prompt_ids=prompt, max_tokens=LONG_ANSWER, temperature=0.0, **fields)
+    fields = {"max_tokens": LONG_ANSWER, "temperature": 0.0, **fields}
+    return lab.ask(f"q{number}-{fields.get('namespace', '')}", prompt_ids=prompt, **fields)
 
 
 def continued(request: GenerateRequest, tokens: list[TokenEvent], ticket: bytes) -> GenerateRequest:
