@@ -176,7 +176,7 @@ class Drain:
         """Move what is cached of an execution that waits on a tool; its next call then finds it there."""
         held = self._routes.num_held(execution, source.cell)
         found = self._destination(execution, held, held, source, set())
-        if not isinstance(found, str) and source.said.migration == "staged":
+        if not isinstance(found, str):
             trip = self._trip(ExportOf(namespace=execution), execution, epoch, source, found)
             await self._bounded(trip, held, self._carry_prefix(execution, trip))
 

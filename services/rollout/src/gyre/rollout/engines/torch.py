@@ -26,7 +26,7 @@ from gyre.rollout.engines.base import (
     LoadReport,
     ProbeResult,
 )
-from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
+from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused, Prefix
 from gyre.rollout.torch_engine.fast import fast
 from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
 from gyre.rollout.torch_engine.moves import StagedMover
@@ -149,6 +149,10 @@ class TorchEngine:
     async def export_ticket(self, request_id: str) -> bytes:
         """See `Engine.export_ticket`."""
         raise MoveRefused("this engine moves requests in stages (`mover`)")
+
+    async def export_prefix(self, namespace: str) -> Prefix:
+        """See `Engine.export_prefix`."""
+        raise MoveRefused("this engine moves prefixes in stages (`mover`)")
 
     async def release_ticket(self, ticket: bytes) -> None:
         """See `Engine.release_ticket`."""

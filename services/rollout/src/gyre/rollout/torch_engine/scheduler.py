@@ -26,8 +26,8 @@ from gyre.rollout.engines.base import (
     InvalidRequest,
     TokenEvent,
 )
+from gyre.rollout.engines.recent import RecentPrefixes
 from gyre.rollout.torch_engine.cache import KEPT, BlockPool, Chain, Root
-from gyre.rollout.torch_engine.recent import RecentPrefixes
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows
 from gyre.rollout.torch_engine.sequence import Batch, Sequence, Slots
 
