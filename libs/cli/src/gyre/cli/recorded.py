@@ -1,8 +1,9 @@
 """A recorded run as the simulator takes it: its executions group by group, and what its stages took.
 
-What is measured: durations and contexts of the executions, the time from an execution's end to its score, the cost of its
-micro-steps in seconds of one cell (steps from their seal to their end, all cells that trained in them thought busy),
-transitions by stage, and the time from a burst's last step to its publication. The update is inside the cost of micro-steps.
+What is measured: durations of the executions, from their dispatch where none had to wait for another to end, and their
+contexts; the time from an execution's end to its score; the cost of its micro-steps in seconds of one cell (steps from their
+seal to their end, all cells that trained in them thought busy), the update inside it; transitions by stage, new weights in
+engines that stayed; the time from a burst's last step to its publication. A move is taken to be over when its cell is.
 """
 
 import asyncio
@@ -13,10 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gyre.cli.facts import Stamped
 from gyre.cli.launcher import HOST, connect_patiently, free_ports, nats_binary
 from gyre.cli.ledger import RunLedger, load_ledger
 from gyre.cli.run_dir import open_existing, read_pids
-from gyre.cli.views import cell_timelines, executions
+from gyre.cli.views import cell_timelines, executions, level_at, waterlevels
 from gyre.contracts import events as e
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.simulation import WorkloadRows
@@ -36,8 +38,9 @@ class Recording:
     num_steps: int = 0
 
 
-def recording_of(ledger: RunLedger) -> Recording:
-    """Raises ConfigError if the run has no complete training group."""
+def recording_of(ledger: RunLedger, max_concurrent: int) -> Recording:
+    """`max_concurrent`: executions that ran at once at most. Raises ConfigError if no training group is complete."""
+    levels = waterlevels(ledger)
     cost_s = _seconds_per_cost(ledger)
     ended, rows = executions(ledger), []
     for name, dispatched in ledger.all(e.GroupDispatched).items():
@@ -45,11 +48,13 @@ def recording_of(ledger: RunLedger) -> Recording:
         if dispatched.fact.purpose != "train" or completed is None:
             continue
         specs = dispatched.fact.executions
+        waits = level_at(levels, dispatched.time_s) > max_concurrent
         train_s = cost_s * sum(ref.cost for ref in completed.fact.micro_steps) / len(specs)
         for spec in specs:
             terminated = ended[spec.execution].terminated
             if terminated is not None:
-                rows.append((terminated.fact.wall_s, terminated.fact.max_context, train_s, name))
+                seconds = terminated.fact.wall_s if waits else max(0.0, terminated.time_s - dispatched.time_s)
+                rows.append((seconds, terminated.fact.max_context, train_s, name))
     if not rows:
         raise ConfigError(f"{ledger.run}: no training group is complete, so there is nothing to simulate from")
     begin = min(d.time_s for d in ledger.all(e.GroupDispatched).values() if d.fact.purpose == "train")
@@ -95,7 +100,17 @@ def _constants(ledger: RunLedger) -> dict[str, dict[str, float]]:
     for name, starts, ends in (("release_s", began, released), ("join_s", released, joined), ("leave_s", began, left),
                                ("ready_s", left, ready)):
         _mean_into(sections, f"transition.{name}", (ends[k] - starts[k] for k in given if k in starts and k in ends))
+    published = {w.fact.version: w.time_s for w in ledger.all(e.WeightsPublished).values()}
+    swaps = [r.time_s - published[r.fact.version] for (key, r) in _ready_again(ledger, ready) if r.fact.version in published]
+    _mean_into(sections, "transition.swap_s", swaps or [sections["transition"].get("ready_s", 0.0)])
+    sections["rollout"]["move_stall_s"] = sections["transition"].get("release_s", 0.0)
     return dict(sections)
+
+
+def _ready_again(ledger: RunLedger, first: dict[tuple[int, int], float]) -> list[tuple[tuple[int, int], Stamped]]:
+    """What engines said that took new weights without having left rollout."""
+    said = [((r.fact.cell, r.fact.epoch), r) for r in ledger.all(e.CellRolloutReady).values()]
+    return [(key, r) for key, r in said if r.time_s > first[key]]
 
 
 def _mean_into(sections: dict[str, dict[str, float]], key: str, values: Iterable[float]) -> None:
@@ -109,7 +124,7 @@ def _mean_into(sections: dict[str, dict[str, float]], key: str, values: Iterable
 # ---------------------------------------------------------------- reading
 
 
-def read_recording(run: Path) -> Recording:
+def read_recording(run: Path, max_concurrent: int) -> Recording:
     """Read a run's facts, from its NATS server if it is up, else from a copy of what the server left on disk.
 
     Raises:
@@ -120,14 +135,14 @@ def read_recording(run: Path) -> Recording:
         raise ConfigError(f"{run}: deployment.toml is missing, so there are no facts to read")
     deployment = load_deployment(found.deployment)
     if read_pids(found):
-        return recording_of(asyncio.run(_load(deployment.nats_url, deployment.run)))
+        return recording_of(asyncio.run(_load(deployment.nats_url, deployment.run)), max_concurrent)
     store = found.path / "nats"
     if not store.is_dir():
         raise ConfigError(f"{store}: no such directory; the run's facts are not on this machine")
     with tempfile.TemporaryDirectory(prefix="gyre-simulate-") as home:
         copy = Path(home) / "nats"
         shutil.copytree(store, copy)
-        return recording_of(asyncio.run(_load_stored(copy, deployment.run)))
+        return recording_of(asyncio.run(_load_stored(copy, deployment.run)), max_concurrent)
 
 
 async def _load(url: str, run: str) -> RunLedger:

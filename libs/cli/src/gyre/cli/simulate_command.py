@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from gyre.contracts.errors import ConfigError, GyreError
 from rich.console import Console
-from rich.table import Table
 
 if TYPE_CHECKING:
     from gyre.cli.recorded import Recording
@@ -18,13 +17,12 @@ if TYPE_CHECKING:
     from gyre.runtime.config import RunConfig
 
 console = Console(highlight=False, soft_wrap=True)
-PIPED_WIDTH = 200
 
 ConfigPath = Annotated[Path | None, typer.Argument(help="the run's configuration (TOML), as `gyre train` takes it; with --from "
                                                         "that run's own is the default")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="override, e.g. --set burst.steps_per_burst=4")]
-Constants = Annotated[Path | None, typer.Option("--constants", help="what is assumed of engines, trainer and transitions (TOML); "
-                                                                    "its fields: gyre.scheduler.simulation.constants")]
+Constants = Annotated[Path | None, typer.Option("--constants", help="what is assumed of engines, trainer and transitions "
+                                                                    "(TOML; the scheduler's README has its fields)")]
 WorkloadName = Annotated[str, typer.Option("--workload", help="lognormal; or a file: a table of executions or sessions a line")]
 FromRun = Annotated[Path | None, typer.Option("--from", help="a run's directory: its executions, costs and transitions")]
 Cells = Annotated[int, typer.Option("--cells", help="K: that many cells in all, instead of the configured ones", min=0)]
@@ -76,7 +74,7 @@ def _request(config: Path | None, sets: list[str] | None, constants: Path | None
     loaded = load_run(path, sets)
     if num_cells:
         loaded = replace(loaded, cells=replace(loaded.cells, count=num_cells, standalone=0, training=0))
-    recording = read_recording(from_run) if from_run else None
+    recording = read_recording(from_run, loaded.harness.max_concurrent) if from_run else None
     rows = recording.rows if recording else workload_rows(workload)
     measured = recording.constants if recording else {}
     wanted = tuple(dict.fromkeys(schedules or _default_schedules(loaded)))
@@ -94,27 +92,26 @@ def _notes(config: RunConfig, request: SimulationRequest, recording: Recording |
 
     burst, cells = config.burst, config.cells
     source = request.rows.source or "a table" if request.rows else "a lognormal distribution"
-    notes = [f"{config.name}: {config.steps} steps of {burst.groups_per_step} groups of {burst.executions_per_group} executions, "
-             f"{cells.count + cells.standalone} cells of {cells.executions_per_cell or config.engine.max_running} executions; "
-             f"durations from {source}; seeds {request.first_seed} to {request.first_seed + request.num_seeds - 1}"]
+    notes = [f"{config.name}: {config.steps} steps of {burst.groups_per_step} groups of {burst.executions_per_group} "
+             f"executions, {cells.count + cells.standalone} cells for {cells.executions_per_cell or config.engine.max_running} "
+             f"executions each; durations from {source}; seeds {request.first_seed} to {request.first_seed + request.num_seeds - 1}"]
     if recording is not None and recording.num_steps:
-        own = [r for r in runs if r.schedule == cells.schedule and (r.steps_per_burst, r.phi) == (burst.steps_per_burst, burst.phi)]
+        own = [r for r in runs if (r.schedule, r.steps_per_burst, r.phi) == (cells.schedule, burst.steps_per_burst, burst.phi)]
         said = f"; simulated under its own schedule {duration(own[0].makespan_s / len(own[0].steps))}" if own else ""
         notes.append(f"the recorded run took {duration(recording.makespan_s / recording.num_steps)} per step{said}")
     return notes
 
 
 def _print(lines: list[Line], notes: list[str]) -> None:
-    from gyre.cli.simulation import EXPLAINED, HEADS, cells
+    from gyre.cli.simulation import EXPLAINED, HEADS, LEFT, cells
 
     for note in notes:
         console.print(note, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, head in enumerate(HEADS):
-        table.add_column(head, justify="left" if number in (0, 3, len(HEADS) - 1) else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*cells(line))
-    console.print(table, width=max(console.width, PIPED_WIDTH))
+    rows = [HEADS, *(cells(line) for line in lines)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
+    for row in rows:
+        text = [t.ljust(w) if i in LEFT else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True))]
+        console.print("  ".join(text).rstrip(), markup=False)
     if not notes or notes[-1] != "best against best":
         console.print(EXPLAINED, markup=False, style="dim")
 

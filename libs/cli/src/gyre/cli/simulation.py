@@ -19,6 +19,7 @@ SHAPE = ("schedule", "steps_per_burst", "phi", "num_standalone", "num_training")
 IDLE = ("tail", "data", "end", "update", "move", "lost")
 HEADS = ("schedule", "mu", "phi", "cells", "per step", "ratio", "of bound", "busy", *IDLE[:-1], "staleness", "max", "stale",
          "switches", "moved", "preempted", "held back by")
+LEFT = (0, 3, len(HEADS) - 1)  # columns of words
 
 
 # ---------------------------------------------------------------- asking

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from gyre.cli.charts import Span, duration, timeline
 from gyre.cli.markup import Html, el, join, table
-from gyre.cli.simulation import EXPLAINED, HEADS, Line, cells
+from gyre.cli.simulation import EXPLAINED, HEADS, LEFT, Line, cells
 from gyre.contracts.simulation import Simulated
 
 KEYS = (("rollout", "roll"), ("training", "train"), ("idle: tail", "tail"), ("idle: no data", "data"),
         ("idle: step's end", "end"), ("update", "update"), ("between roles", "move"), ("lost", "lost"))
-COLOURS = ":root{--tail:#e9d8a6;--data:#e2b6c6;--end:#cdb4e0;--update:#5b8a72;--lost:#b3261e}" \
-          "@media (prefers-color-scheme:dark){:root{--tail:#6a5a2a;--data:#7a4458;--end:#5d4579;--update:#7cc7a0;--lost:#f08b82}}"
+COLOURS = (":root{--tail:#e9d8a6;--data:#e2b6c6;--end:#cdb4e0;--update:#5b8a72;--lost:#b3261e}"
+           "@media (prefers-color-scheme:dark)"
+           "{:root{--tail:#6a5a2a;--data:#7a4458;--end:#5d4579;--update:#7cc7a0;--lost:#f08b82}}")
 WINDOW_BURSTS = 3  # of the close view, from the run's middle
 
 
@@ -31,7 +32,7 @@ def render(lines: Sequence[Line], title: str, notes: Sequence[str]) -> str:
                              for t in ("tail", "data", "end", "update", "lost"))
     top = join((el("meta", charset="utf-8"), el("meta", name="viewport", content="width=device-width, initial-scale=1"),
                 el("title", f"{title} · OpenGyre simulation"), el("style", Html(css))))
-    numeric = frozenset(range(1, len(HEADS) - 1)) - {3}
+    numeric = frozenset(range(len(HEADS))) - frozenset(LEFT)
     parts = [el("p", "OpenGyre simulation", cls="kicker"), el("h1", title), *(el("p", note) for note in notes),
              table(HEADS, (cells(line) for line in lines), numeric), el("p", EXPLAINED, cls="mut"),
              *(_lanes(line.first) for line in lines)]
