@@ -64,3 +64,22 @@ class Simulated:
     num_events: int
     stretches: tuple[CellStretch, ...] = ()
     levels: tuple[tuple[float, int], ...] = field(default=())  # (time, waterlevel) after each change
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRequest:
+    """What to simulate. Every schedule is simulated with every seed, on equal executions.
+
+    config: run.toml, resolved. constants: the constants file, TOML too; empty for the defaults. rows: recorded executions
+    instead of drawn ones. sweep: for every schedule all (steps_per_burst, phi) of the configured one's mean staleness, and
+    all divisions of the cells that the schedule knows. with_lanes: also say what each cell did when, for the first seed.
+    """
+
+    config: str
+    schedules: tuple[str, ...]
+    constants: str = ""
+    rows: WorkloadRows | None = None
+    first_seed: int = 0
+    num_seeds: int = 1
+    sweep: bool = False
+    with_lanes: bool = False

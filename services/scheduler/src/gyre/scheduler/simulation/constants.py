@@ -15,7 +15,7 @@ class LognormalConstants:
     """Executions drawn from a distribution. The defaults give the paper's mean execution and mean longest of 8."""
 
     mean_s: float = 1.93 * HOUR  # of the capped durations (paper)
-    sigma: float = 0.36  # of log duration; with cap and 8 executions a group's longest takes 2.96 h (paper)
+    sigma: float = 0.335 # of log duration; with cap and 8 executions a group's longest takes 2.96 h (paper)
     cap_s: float = 4.0 * HOUR  # an execution is ended then, and scored
     correlation: float = 0.0  # of log durations inside a group, 0 to 1
     context_median: float = 148_000.0  # tokens at the end (recorded coding-agent sessions)

@@ -11,7 +11,7 @@ class Lanes:
     """What each cell does from when on; a change to the same is none."""
 
     _changes: dict[int, list[tuple[float, CellUse]]] = field(default_factory=lambda: defaultdict(list))
-    _full: list[tuple[float, int]] = field(default_factory=list)  # from when on so many cells had been enough for rollout
+    _full: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # from when on so many cells had been enough
 
     def use(self, cell: int, at: float, use: CellUse) -> None:
         changes = self._changes[cell]
