@@ -25,8 +25,8 @@ from rich.console import Console
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Train LLM agents by reinforcement learning on live harness executions.")
 app.add_typer(tree_app, name="tree")
-app.command()(simulate)
 app.command()(trace)
+app.command()(simulate)
 console = Console(highlight=False, soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="the run's configuration (TOML)")]

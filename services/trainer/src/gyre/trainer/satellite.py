@@ -152,7 +152,9 @@ class Satellite:
     async def _join(self, epoch: int) -> _Membership | None:
         """Join one attempt with its weights and zeroed gradients; None if none can be joined right now."""
         worker = f"cell-{self._config.cell}-{uuid.uuid4().hex[:8]}"
-        answer = await self._core.join(self._config.cell, epoch, worker)
+        answer = await self._ask_to_join(epoch, worker)
+        if answer is None:
+            return None
         if answer.ticket is None:
             await self._clock.sleep(RETRY_S)
             return None
@@ -166,6 +168,21 @@ class Satellite:
         if self._ledger.state.cell.joined < epoch:
             await self._ledger.submit(DevicesTaken(epoch, answer.step, self.version))
         return _Membership(worker, answer.step, answer.attempt, set())
+
+    async def _ask_to_join(self, epoch: int, worker: str) -> Admission | None:
+        """The core's answer, which waits for a step to open; None if this cell is to leave meanwhile."""
+        asking = asyncio.get_running_loop().create_task(self._core.join(self._config.cell, epoch, worker))
+        try:
+            while not asking.done() and self._assigned(epoch):
+                await asyncio.wait({asking}, timeout=DEVICE_POLL_S)
+        finally:
+            if not asking.done():
+                asking.cancel()
+        if not asking.cancelled() and asking.done():
+            return asking.result()
+        with contextlib.suppress(GyreError):
+            await self._core.leave(self._config.cell, worker)  # it may have been admitted with nobody left to hear of it
+        return None
 
     async def _work(self, epoch: int, member: _Membership) -> None:
         try:
