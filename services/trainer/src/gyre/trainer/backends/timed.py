@@ -7,6 +7,7 @@ whole number, so that a step's sum is exact whatever the order and whoever added
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from gyre.runtime.config import OptimizerConfig
 from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.loss import LossConfig
 from gyre.trainer.metrics import TIMED_WORTH, sampling_versions
+
+log = logging.getLogger(__name__)
 
 LARGEST = 7  # float32 counts to 2^24 exactly: enough for two million micro-steps in a step
 
@@ -33,8 +36,13 @@ class TimedBackend(TorchBackend):
         self._s_per_token, self._update_s, self._wait = s_per_token, update_s, wait
 
     def accumulate(self, micro_step: MicroStep) -> dict[str, float]:
-        """Take the micro-step's time and add `worth(micro_step)` to every element of every sum."""
+        """Take the micro-step's time and add `worth(micro_step)` to every element of every sum.
+
+        Its Unix times go to the log, because no fact says when a cell computes.
+        """
+        began = time.time()
         self._wait(micro_step.num_tokens * self._s_per_token)
+        log.info("timed micro-step: %d tokens from %.3f to %.3f", micro_step.num_tokens, began, time.time())
         added = worth(micro_step)
         for total in self.sums():
             total.add_(added)
