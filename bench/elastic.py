@@ -94,7 +94,8 @@ def row(m: Measured, base: float) -> list[str]:
     return [m.schedule, str(m.seed), f"{m.makespan_s:.1f} s", f"{m.makespan_s / base:.3f}", f"{m.bound_s / m.makespan_s:.3f}",
             f"{m.simulated_s / m.makespan_s:.3f}", f"{m.foretold_s / m.makespan_s:.3f}", *shares, str(m.num_transitions),
             f"{m.transition_s[0]:.2f}", f"{m.transition_s[1]:.2f}", f"{m.stall_p99_s:.2f}", f"{m.spread_s:.2f}",
-            str(m.num_stale), f"{m.stretched:.3f}", f"{100 * m.own_share:.0f} %", f"{100 * m.busy:.0f} %", f"{1000 * m.late_p99_s:.0f} ms"]
+            str(m.num_stale), f"{m.stretched:.3f}",
+            f"{100 * m.own_share:.0f} %", f"{100 * m.busy:.0f} %", f"{1000 * m.late_p99_s:.0f} ms"]
 
 
 def table(found: list[Measured]) -> None:

@@ -28,7 +28,7 @@ NUM_CALLS, CALLING = 5, 0.35
 SESSION_MEDIAN_S, SESSION_CAP_S, MAX_CALLS = 20.0, 100.0, 8
 STRETCHES = Path(__file__).with_name("sessions") / "stretches.jsonl"
 FIRST_TOKENS, CALL_TOKENS = 1, 5  # of a tree that nobody sampled: `begin`, and what is around each reply
-MAX_PASSES = 4096
+HIDDEN_TEST = "def test_outcome():\n    import outcome\n    assert outcome.PASSED\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ def write_tasks(root: Path, groups: list[list[Record]]) -> None:
         task = root / "train" / f"t{number:04d}"
         for name in ("workspace", "tests"):
             (task / name).mkdir(parents=True)
-        (task / "instruction.md").write_text("replay\n", encoding="utf-8")
-        (task / "task.toml").write_text('schema_version = "1.3"\n\n[task]\n' f'name = "bench/t{number:04d}"\n', encoding="utf-8")
-        (task / "workspace" / "records.json").write_text(json.dumps([r.calls for r in group]), encoding="utf-8")
-        (task / "tests" / "test_hidden.py").write_text("def test_outcome():\n    import outcome\n    assert outcome.PASSED\n",
-                                                       encoding="utf-8")
+        texts = {"instruction.md": "replay\n", "tests/test_hidden.py": HIDDEN_TEST,
+                 "task.toml": f'schema_version = "1.3"\n\n[task]\nname = "bench/t{number:04d}"\n',
+                 "workspace/records.json": json.dumps([r.calls for r in group])}
+        for name, text in texts.items():
+            (task / name).write_text(text, encoding="utf-8")
 
 
 def rows_of(config: RunConfig, groups: list[list[Record]]) -> WorkloadRows:
@@ -111,5 +111,6 @@ def rows_of(config: RunConfig, groups: list[list[Record]]) -> WorkloadRows:
     rows = []
     for cursor in range(len(groups)):
         number = int(train_task(plan, cursor).rpartition("t")[2])
-        rows += [(r.duration_s(token_s), float(r.num_tokens), r.num_tokens * per_token, f"g{cursor:04d}") for r in groups[number]]
+        rows += [(r.duration_s(token_s), float(r.num_tokens), r.num_tokens * per_token, f"g{cursor:04d}")
+                 for r in groups[number]]
     return WorkloadRows(("seconds", "max_context", "train_s", "group"), tuple(rows), "the bench's records")
