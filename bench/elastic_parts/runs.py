@@ -77,11 +77,18 @@ def prepared(home: Path, workload: str, seed: int, shape: Shape, overrides: list
 
 async def run_once(home: Path, workload: str, seed: int, shape: Shape, overrides: list[str], timeout_s: float,
                    say: Callable[[str], None]) -> Run:
-    """Start everything, run to the end, stop everything. Raises GyreError or TimeoutError."""
+    """One run of a workload. Raises GyreError or TimeoutError."""
     config, rows = prepared(home, workload, seed, shape, overrides)
     config = replace(config, name=f"{workload}-{shape.schedule.replace('+', '-')}-s{seed}")
+    directory, ledger, load, reason = await play(home, config, timeout_s, say)
+    return Run(workload, seed, shape, config, directory, ledger, load, rows, reason)
+
+
+async def play(home: Path, config: RunConfig, timeout_s: float,
+               say: Callable[[str], None]) -> tuple[RunDir, RunLedger, Load, str]:
+    """Start everything, run to the end, stop everything; also the reason of the end. Raises GyreError or TimeoutError."""
     prepare(config, say)
-    directory = create(home / "runs", config, ["bench", "elastic"])
+    directory = create(home / "runs", config, ["bench"])
     options = Options(allow_unsandboxed=True, durability="process")
     watcher, load = Watcher(directory, config, options, _silent), Load()
     async with asyncio.timeout(timeout_s), launched(directory, config, options, say):
@@ -94,7 +101,7 @@ async def run_once(home: Path, workload: str, seed: int, shape: Shape, overrides
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
-    return Run(workload, seed, shape, config, directory, watcher.ledger, load, rows, reason)
+    return directory, watcher.ledger, load, reason
 
 
 def _silent(text: str) -> None:

@@ -21,10 +21,10 @@ TEMPLATE = """\
 """
 
 
-def write_policy(directory: Path, hidden_size: int = 16, num_layers: int = 1, max_position: int = 4096) -> Path:
+def write_policy(directory: Path, hidden_size: int = 16, num_layers: int = 1, num_heads: int = 2) -> Path:
     """A Hugging Face directory with random weights."""
-    shape = PolicyConfig("qwen3", len(VOCABULARY), hidden_size, 2 * hidden_size, num_layers, 2, 2, max(8, hidden_size // 2),
-                         tie_word_embeddings=True, qk_norm=True, max_position=max_position)
+    shape = PolicyConfig("qwen3", len(VOCABULARY), hidden_size, 2 * hidden_size, num_layers, num_heads, num_heads,
+                         hidden_size // num_heads, tie_word_embeddings=True, qk_norm=True, max_position=4096)
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
