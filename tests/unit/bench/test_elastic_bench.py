@@ -37,7 +37,7 @@ def test_half_of_the_executions_take_at_least_twenty_seconds(records: ModuleType
     groups = records.groups_of(workload, 3, 200, 8, TOKEN_S)
     durations = [record.duration_s(TOKEN_S) for group in groups for record in group]
     assert statistics.median(durations) == pytest.approx(20.2, abs=1.5)
-    assert max(durations) < (records.SESSION_CAP_S if workload == "sessions" else 45.5) + TOKEN_S
+    assert max(durations) < (records.SESSION_CAP_S if workload == "sessions" else 45.5) + 2 * TOKEN_S
     assert min(wait for group in groups for r in group for wait, _ in r.calls) >= 0
 
 
