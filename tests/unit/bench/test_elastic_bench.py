@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-TOKEN_S = 0.5
+TOKEN_S = 0.25
 
 
 @pytest.fixture
