@@ -180,7 +180,7 @@ class Windows:
         self._busy = busy
         published = {w.fact.version: w.time_s for w in run.ledger.all(e.WeightsPublished).values()}
         self._updates: list[tuple[float, float]] = []
-        self._ends: list[tuple[float, float]] = []
+        self._ends: list[tuple[float, float, float]] = []  # of each step: its begin, seal, last micro-step
         self._took: list[float] = []
         before = 0.0
         sealed = {s.fact.step: s.time_s for s in run.ledger.all(e.StepSealed).values()}
@@ -188,7 +188,7 @@ class Windows:
             last = max((b for spans in busy.values() for _, b in spans if before < b <= step.ended_s), default=step.ended_s)
             last = max(last, sealed.get(step.finished.step, last))
             self._updates.append((last, max(step.ended_s, published.get(step.finished.version, 0.0))))
-            self._ends.append((before, last))
+            self._ends.append((before, sealed.get(step.finished.step, last), last))
             self._took.append(step.ended_s - last)
             before = step.ended_s
 
@@ -203,11 +203,11 @@ class Windows:
         found: dict[CellUse, float] = {"train": sum(min(b, end) - max(a, begin) for a, b in mine),
                                        "update": _overlap(self._updates, begin, end), "end": 0.0}
         ends = sorted(b for _, b in mine)
-        for start, last in self._ends:
+        for start, seal, last in self._ends:
             place = bisect_left(ends, last + 1e-3)
             own = ends[place - 1] if place and ends[place - 1] > start else None
             if own is not None:
-                found["end"] += max(0.0, min(last, end) - max(own, begin))
+                found["end"] += max(0.0, min(last, end) - max(own, seal, begin))
         found["data"] = max(0.0, (end - begin) - sum(found.values()))
         return found
 
