@@ -18,7 +18,10 @@ simulator, with its real durations and measured stages; foretold: with the guess
 time: roll (filled slots) and train (micro-steps) are work, the others idle: tail (rollout cells that too little is left to
 fill), data (training cells without a complete group), end (waiting for the step's last micro-step), update, move (between
 roles). late: how much later than asked a sleeping process woke, 99th percentile: what the load of the machine does to times.
-The last line is for scripts: makespans over elastic's, means over the seeds.
+longer: what executions took over what their records take: ratios of runs whose `longer` differ say more of the machine than
+of the schedules. Therefore also levelled: foretold times measured over simulated, which is the run as it would have been with
+the records' own times, if processes add to the simulated time what they added. The last line is for scripts: makespans over
+elastic's, means over the seeds.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from elastic_parts.choose import candidates
@@ -109,13 +113,19 @@ def table(found: list[Measured]) -> None:
         say("  ".join(t.rjust(w) if i else t.ljust(w) for i, (t, w) in enumerate(zip(each, widths, strict=True))))
     for schedule in dict.fromkeys(m.schedule for m in found):
         if ratios := over_elastic(found, schedule):
-            say(f"{schedule}: {statistics.fmean(ratios):.3f} of elastic's time [{min(ratios):.3f}, {max(ratios):.3f}], "
-                f"{len(ratios)} seeds")
+            say(f"{schedule}: {statistics.fmean(ratios):.3f} of elastic's time [{min(ratios):.3f}, {max(ratios):.3f}], levelled "
+                f"{statistics.fmean(over_elastic(found, schedule, levelled)):.3f}, {len(ratios)} seeds")
 
 
-def over_elastic(found: list[Measured], schedule: str) -> list[float]:
-    base = {m.seed: m.makespan_s for m in found if m.schedule == "elastic"}
-    return [m.makespan_s / base[m.seed] for m in found if m.schedule == schedule and m.seed in base]
+def over_elastic(found: list[Measured], schedule: str, of: Callable[[Measured], float] = lambda m: m.makespan_s) -> list[float]:
+    """The schedule's time over elastic's, seed by seed."""
+    base = {m.seed: of(m) for m in found if m.schedule == "elastic"}
+    return [of(m) / base[m.seed] for m in found if m.schedule == schedule and m.seed in base]
+
+
+def levelled(m: Measured) -> float:
+    """Seconds with the records' own durations."""
+    return m.foretold_s * m.makespan_s / m.simulated_s
 
 
 def last_line(found: list[Measured]) -> str:
