@@ -113,8 +113,9 @@ def table(found: list[Measured]) -> None:
         say("  ".join(t.rjust(w) if i else t.ljust(w) for i, (t, w) in enumerate(zip(each, widths, strict=True))))
     for schedule in dict.fromkeys(m.schedule for m in found):
         if ratios := over_elastic(found, schedule):
-            say(f"{schedule}: {statistics.fmean(ratios):.3f} of elastic's time [{min(ratios):.3f}, {max(ratios):.3f}], levelled "
-                f"{statistics.fmean(over_elastic(found, schedule, levelled)):.3f}, {len(ratios)} seeds")
+            level = statistics.fmean(over_elastic(found, schedule, levelled))
+            say(f"{schedule}: {statistics.fmean(ratios):.3f} of elastic's time [{min(ratios):.3f}, {max(ratios):.3f}], "
+                f"levelled {level:.3f}, {len(ratios)} seeds")
 
 
 def over_elastic(found: list[Measured], schedule: str, of: Callable[[Measured], float] = lambda m: m.makespan_s) -> list[float]:
