@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre.contracts.events import Fact
-from gyre.contracts.subjects import STREAMS, Stream, message_id, row_of, subject_of
+from gyre.contracts.events import Fact, LeaseTaken
+from gyre.contracts.subjects import CTL, STREAMS, Stream, message_id, row_of, subject_of
 
 from sim.kernel import LATE, Process, Reply, Task, World
 
@@ -149,6 +149,16 @@ class Bus:
         for reader in log.readers:
             reader.pump()
         return message.sequence
+
+    def store_again(self, message: Message) -> None:
+        """A retry of `message` arrives when its id is forgotten."""
+        leader = self.leader() if message.stream == CTL.name else message.writer
+        self._append(self.logs[message.stream], Ask(message.fact, message.id, leader, message.at))
+
+    def leader(self) -> str:
+        """Who wrote the newest lease; a retry is stored again under its own lease only."""
+        leases = [m for m in self.logs[CTL.name].messages if isinstance(m.fact, LeaseTaken)]
+        return leases[-1].writer if leases else ""
 
     def messages(self, stream: Stream) -> Sequence[Message]:
         return self.logs[stream.name].messages

@@ -7,6 +7,8 @@
     at 20 lossy 0.2 for 60                a fifth of all messages is lost
     at 30 jump trainer-0 -40              its wall clock is set back
     at 0 crash rollout point 17           it dies at the 17th place where it may
+    at 30 again group.completed           the newest such fact is stored once more: a late retry, its id long forgotten
+    at 30 again cell.role.assigned 3      the third newest is
     after step.finished step=0 kill trainer-0 for 5
     after cell.role.assigned cell=0 2 pause scheduler-0 for 9      after the second such fact
 """
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gyre.contracts.events import Fact
-from gyre.contracts.subjects import row_of
+from gyre.contracts.subjects import BY_TYPE, row_of
 
 from sim.bus import NATS, Bus, Message
 from sim.kernel import World
@@ -121,10 +123,15 @@ class Faults:
         self._world.pause(self._world.processes[name], fault.for_s)
 
     def _jump(self, fault: Fault, name: str, seconds: str) -> None:
-        self._world.processes[name].skew_s += float(seconds)
+        self._world.processes[name].skew_s = float(seconds)
 
     def _crash(self, fault: Fault, name: str, word: str, number: str) -> None:
         self._world.processes[name].crash_at.add(int(number))
+
+    def _again(self, fault: Fault, type_: str, nth: str = "1") -> None:
+        stored = [m for m in self._bus.messages(BY_TYPE[type_].stream) if row_of(m.fact).type == type_]
+        if len(stored) >= int(nth):
+            self._bus.store_again(stored[-int(nth)])
 
     def _cut(self, fault: Fault, one: str, other: str) -> Callable[[], None]:
         pair = frozenset((one, other))
@@ -158,13 +165,22 @@ class Faults:
         self._stop("asked")
 
 
+# Facts that a late retry may store twice; what is conditional on an empty subject or on the lease cannot be.
+REPEATED = ("group.completed", "execution.terminated", "execution.scored", "call.recorded", "cell.rollout.released",
+            "cell.rollout.ready", "cell.train.joined", "cell.train.released", "weights.published", "step.finished",
+            "group.dispatched", "cell.role.assigned", "burst.opened")
+
+
 def draw(seed: int, names: list[str], span_s: float) -> tuple[Fault, ...]:
     """Faults of a seed, over the first `span_s` seconds: some seeds have none, most have several of several kinds."""
     dice = random.Random(f"faults {seed}")
     faults: list[Fault] = []
-    for _ in range(dice.choice((0, 2, 4, 8))):
+    for _ in range(dice.choice((0, 3, 6, 10))):
         name, at = dice.choice(names), round(dice.uniform(0.0, span_s), 2)
-        match dice.choice(("kill", "kill", "pause", "cut", "jump")):
+        match dice.choice(("kill", "kill", "pause", "cut", "jump", "again")):
+            case "again":
+                what = ("again", dice.choice(REPEATED), str(dice.choice((1, 1, 2, 5))))
+                faults.append(Fault(at, what))
             case "kill":
                 faults.append(Fault(at, ("kill", name), round(dice.uniform(0.2, 8.0), 2)))
             case "pause":
@@ -174,8 +190,8 @@ def draw(seed: int, names: list[str], span_s: float) -> tuple[Fault, ...]:
                 faults.append(Fault(at, ("cut", name, other), round(dice.uniform(1.0, 20.0), 2)))
             case "jump":
                 faults.append(Fault(at, ("jump", name, f"{dice.choice((-30, -5, 5, 30))}")))
-    for name in names:
-        if dice.random() < 0.35:
+    for name in names * 2:
+        if dice.random() < 0.3:
             faults.append(Fault(0.0, ("crash", name, "point", str(int(3 ** dice.uniform(0.0, 5.5))))))
     if dice.random() < 0.3:
         faults.append(Fault(round(dice.uniform(0.0, span_s), 2), ("lossy", "0.15"), round(dice.uniform(5.0, 40.0), 2)))

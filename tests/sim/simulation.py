@@ -27,7 +27,7 @@ from sim.setting import Setting, setting_of
 from sim.trainer import SimCore, SimSatellite, Worker
 
 GRACE_S = 1500.0
-FAULTS_OVER_S = 40.0
+FAULTS_OVER_S = 60.0
 ROLE_ORDER = ("main", "main-summary", "sub-agent", "sub-agent-summary")
 
 
@@ -98,7 +98,7 @@ class Simulation:
         world, bus = self.world, self.bus
         self.schedulers = [parts.scheduler(world, bus, world.process(f"scheduler-{i}"), self.setting)
                            for i in range(self.setting.schedulers)]
-        config = TrajectoryConfig("run", "policy", 5, ROLE_ORDER, "grpo", Budget(16, 10_000), keep_zero_advantage=True)
+        config = TrajectoryConfig("run", "policy", 5, ROLE_ORDER, "grpo", Budget(8, 10_000), keep_zero_advantage=True)
         reads = (Subscription(CTL, (e.GroupDispatched,)), Subscription(CALL, (e.CallRecorded,)),
                  Subscription(EXEC, (e.ExecutionTerminated,)),
                  Subscription(REWARD, (e.ExecutionScored, e.ExecutionUnscorable)))
