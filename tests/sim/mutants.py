@@ -15,7 +15,7 @@ from gyre.trainer.core import CheckpointWritten, TrainerCore, TrainerState
 
 from sim.bus import Message
 from sim.engines import SimEngine
-from sim.kernel import Task
+from sim.kernel import Refused, Task
 from sim.reward import SimEvaluator
 from sim.scheduler import SimLease, SimScheduler
 from sim.service import Row, SimService
@@ -96,11 +96,16 @@ class TellsTheWrongVersion(SimEngine):
         return super()._load(published)
 
 
-class AnswersOldCommands(SimEngine):
-    """Takes the devices whatever epoch they are at."""
+class AnswersAsleep(SimEngine):
+    """Answers what it was at although it has given its devices back."""
 
-    def _fence(self, epoch: int, side: str) -> None:
-        self.devices.epoch = min(self.devices.epoch, epoch)
+    def generate(self) -> Task:
+        if not self.is_awake or not self.admits or self.weights is None:
+            raise Refused("does not admit")
+        weights = self.weights
+        yield self.world.pick(0.05, 1.0)
+        self.devices.check(self.process, "samples tokens")
+        return weights.version, weights.checksum
 
 
 class PublishesTooEarly(SimCore):
@@ -137,6 +142,7 @@ class AcknowledgesBeforeItSays(SimEvaluator):
                 yield 0.5
                 continue
             self.bus.ack_work(self.process, found[0])
+            self.world.point(self.process, "before evaluating")
             result = yield from self._evaluate(found[0].fact)
             yield from self.bus.publish(self.process, result, id_=f"run/execution.result/{result.execution}")
 
@@ -190,7 +196,7 @@ MUTANTS: dict[str, Parts] = {
     "a restart forgets what is outstanding": Parts(mutate=(with_rollout_core(RestartsNothing),)),
     "a call is counted twice": Parts(mutate=(with_rollout_core(TakesCallsTwice),)),
     "an engine tells the wrong version": Parts(engine=TellsTheWrongVersion),
-    "an engine answers commands of an epoch that is over": Parts(engine=AnswersOldCommands),
+    "an engine answers without its devices": Parts(engine=AnswersAsleep),
     "weights are published before they are durable": Parts(core=PublishesTooEarly),
     "a revoked worker's gradients are added": Parts(core=AddsWhatWasRevoked),
     "an evaluator acknowledges before it says": Parts(evaluator=AcknowledgesBeforeItSays),

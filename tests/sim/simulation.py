@@ -119,6 +119,7 @@ class Simulation:
 
     def _fetch(self, engine: SimEngine, published: e.WeightsPublished) -> Task:
         """From the core's memory if it has them, else from the checkpoint."""
+        yield self.world.pick(0.05, 2.0)
         try:
             weights: Weights = yield from self.world.call(
                 engine.process, self.core.process, lambda: self.core.fetch(published), 3.0)
