@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gyre.contracts.events import WeightsPublished
-
 from sim.kernel import Broken, Process, Refused, Reply, Task, Unreachable, World
 
 DEVICE_POLL_S = 0.2

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 from gyre.contracts.events import Fact
 from gyre.contracts.subjects import BY_TYPE, row_of
-
 from sim.bus import NATS, Bus, Message
 from sim.kernel import World
 

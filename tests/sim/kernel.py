@@ -238,7 +238,11 @@ class World:
 
     def passes(self, one: str, other: str) -> bool:
         """Whether one message gets through."""
-        return self.reaches(one, other) and not (self.lossy and self.dice.random() < self.lossy)
+        return self.reaches(one, other) and not self.is_lost()
+
+    def is_lost(self) -> bool:
+        """Whether a message vanishes although the wires are up."""
+        return bool(self.lossy) and self.dice.random() < self.lossy
 
     def call(self, caller: Process, callee: Process, work: Callable[[], Any], timeout_s: float = 10.0) -> Task:
         """Remote procedure call: `work` is done in `callee` (a generator is run as its task). Raises Unreachable.

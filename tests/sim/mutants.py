@@ -1,4 +1,4 @@
-"""Faults put into the protocol on purpose: the simulation has to find each. A mutant is a class in the place of the right one."""
+"""Faults put into the protocol on purpose, each a class in the place of the right one: the simulation has to find it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gyre.rollout.core import State as RolloutState
 from gyre.scheduler.schedules import Choice, Elastic, View
 from gyre.trainer.claims import ClaimTable
 from gyre.trainer.core import CheckpointWritten, TrainerCore, TrainerState
-
 from sim.bus import Message
 from sim.engines import SimEngine
 from sim.kernel import Refused, Task

@@ -17,7 +17,6 @@ from gyre.contracts.subjects import CTL, TRAIN
 from gyre.rollout import local as at
 from gyre.rollout.core import RolloutCore, State
 from gyre.rollout.execution import due_limit
-
 from sim.bus import Bus
 from sim.engines import SimEngine
 from sim.kernel import Process, Refused, Reply, Task, Unreachable, World

@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gyre.contracts import events as e
-from gyre.contracts.subjects import CALL, CTL, EXEC, REWARD, TRAJ
+from gyre.contracts.subjects import CALL, CTL, EXEC, REWARD
 from gyre.trainer.step import MembershipRules
 from gyre.trajectory.config import TrajectoryConfig
 from gyre.trajectory.core import TrajectoryCore
 from gyre.trajectory.packing import Budget
-
 from sim.bus import Bus
 from sim.engines import Checkpoints, Devices, SimEngine, Weights
 from sim.faults import Fault, Faults, draw
 from sim.invariants import Invariants
-from sim.kernel import Broken, Process, Refused, Task, Unreachable, World
+from sim.kernel import Broken, Refused, Task, Unreachable, World
 from sim.reward import SimEvaluator
 from sim.rollout import SimRollout
 from sim.scheduler import SimScheduler
@@ -217,5 +216,3 @@ def simulate_seed(seed: int, parts: Parts | None = None) -> Outcome:
     setting = setting_of(seed)
     return simulate(setting, faults_of(setting), parts)
 
-
-__all__ = ["Outcome", "Parts", "Process", "Simulation", "faults_of", "simulate", "simulate_seed"]

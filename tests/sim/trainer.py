@@ -18,7 +18,6 @@ from gyre.trainer.claims import ClaimTable, Offer, Verdict
 from gyre.trainer.core import TrainerCore, TrainerState
 from gyre.trainer.speeds import Speeds
 from gyre.trainer.step import MembershipRules
-
 from sim.bus import Bus
 from sim.engines import Checkpoints, Devices, Weights
 from sim.kernel import Broken, Process, Refused, Reply, Task, Unreachable, World
