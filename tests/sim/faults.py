@@ -3,6 +3,7 @@
     at 12.5 kill rollout for 3            kill -9, started again after 3 s
     at 12.5 pause scheduler-0 for 9       SIGSTOP, SIGCONT after 9 s
     at 20 cut scheduler-0 nats for 8      neither reaches the other
+    at 20 mute scheduler-0 for 8          it hears, and what it says to NATS arrives later
     at 20 down nats for 300               nobody reaches it
     at 20 lossy 0.2 for 60                a fifth of all messages is lost
     at 30 jump trainer-0 -40              its wall clock is set back
@@ -143,6 +144,10 @@ class Faults:
 
         return mend
 
+    def _mute(self, fault: Fault, name: str) -> Callable[[], None]:
+        self._world.mute.add(name)
+        return lambda: self._world.mute.discard(name)
+
     def _down(self, fault: Fault, name: str) -> Callable[[], None]:
         self._world.down.add(name)
 
@@ -213,7 +218,9 @@ def _after_some_fact(dice: random.Random, names: list[str]) -> Fault:
 
 
 def _trouble(dice: random.Random, names: list[str], name: str, when: float | Pattern) -> Fault:
-    match dice.choice(("kill", "kill", "pause", "cut", "jump")):
+    match dice.choice(("kill", "kill", "pause", "cut", "mute", "jump")):
+        case "mute":
+            return Fault(when, ("mute", dice.choice((name, "leader"))), round(dice.uniform(2.0, 14.0), 2))
         case "kill":
             return Fault(when, ("kill", name), round(dice.uniform(0.2, 8.0), 2))
         case "pause":
