@@ -209,6 +209,9 @@ def draw(seed: int, names: list[str], span_s: float) -> tuple[Fault, ...]:
         faults.append(Fault(round(dice.uniform(0.0, span_s), 2), ("lossy", "0.15"), round(dice.uniform(5.0, 40.0), 2)))
     if dice.random() < 0.15:
         faults.append(Fault(round(dice.uniform(0.0, span_s), 2), ("down", NATS), dice.choice((8.0, 30.0, 300.0))))
+    if dice.random() < 0.2:
+        name = dice.choice([n for n in names if n.startswith("trainer")])
+        faults.append(Fault(round(dice.uniform(0.0, 1.3 * span_s), 2), ("lose", name), 2.0))
     return tuple(faults)
 
 

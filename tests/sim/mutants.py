@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gyre.contracts import events as e
+from gyre.contracts.subjects import message_id
 from gyre.rollout.core import RolloutCore
 from gyre.rollout.core import State as RolloutState
 from gyre.scheduler.schedules import Choice, Elastic, View
 from gyre.trainer.claims import ClaimTable
 from gyre.trainer.core import CheckpointWritten, TrainerCore, TrainerState
-from sim.bus import Message
+from sim.bus import RUN, Message
 from sim.engines import SimEngine
 from sim.kernel import Refused, Task
 from sim.reward import SimEvaluator
@@ -23,12 +24,12 @@ from sim.trainer import Offer, SimCore
 
 
 class _NoCondition(SimLease):
-    def _condition(self) -> tuple[str, int] | None:
-        return None
+    def say(self, fact: e.Fact) -> Task:
+        return (yield from self._bus.publish(self._process, fact, id_=f"{message_id(fact, RUN)} {self.holder}"))
 
 
 class IgnoresTheLease(SimScheduler):
-    """Says its facts unconditionally."""
+    """Says its facts unconditionally, under ids of its own."""
 
     def make_lease(self) -> SimLease:
         return _NoCondition(self.world, self.bus, self.process)
