@@ -109,8 +109,8 @@ def told(row: Row, runs: list[Simulated], ratios: list[float]) -> str:
     shape += f" alone {row.shape.num_standalone}" if row.shape.num_standalone else ""
     return (f"{row.name:30s} {row.paper:5.3f}  {statistics.fmean(ratios):5.3f} [{min(ratios):.3f}, {max(ratios):.3f}]  "
             f"{statistics.fmean(map(step_hours, runs)):5.3f}  {bound:5.3f}  {100 * (shares['roll'] + shares['train']):4.1f}  "
-            f"{100 * shares['tail']:4.1f}  {100 * shares['data']:4.1f}  {100 * shares['update']:4.1f}  {100 * shares['move']:4.2f}  "
-            f"{statistics.fmean(staleness):4.2f} {max(staleness):3d}  {shape}")
+            f"{100 * shares['tail']:4.1f}  {100 * shares['data']:4.1f}  {100 * shares['update']:4.1f}  "
+            f"{100 * shares['move']:4.2f}  {statistics.fmean(staleness):4.2f} {max(staleness):3d}  {shape}")
 
 
 def main() -> None:
