@@ -170,3 +170,16 @@ def test_what_deepspeed_cannot_do_exactly_is_refused(path, compute_dtype, stage,
 def test_every_backend_has_a_stage_of_its_own(path):
     stages = [load_run(path, [f"training.backend={b}"]).training.stage for b in ("torch", "fsdp", "deepspeed")]
     assert stages == [0, 3, 2]
+
+
+def test_shared_memory_lies_below_the_cells_unless_a_place_is_given(tmp_path):
+    endpoint = '{listen = "h:1", address = "h:1"}'
+    lines = [*(f'{key} = "x"' for key in ("run", "nats_url", "state_dir", "cells_dir", "blobs", "log_dir", "checkpoint_dir",
+                                          "gateway_url")),
+             *(f"{key} = {endpoint}" for key in ("gateway", "scheduler", "rollout", "trajectory")),
+             *(f"{key} = [{endpoint}]" for key in ("engines", "trainers", "evaluators", "transfers"))]
+    path = tmp_path / "deployment.toml"
+    path.write_text("\n".join(lines))
+    assert load_deployment(path).regions_dir == f"{tmp_path}/x/transfer"
+    path.write_text("\n".join(["memory_dir = '/dev/shm/gyre'", *lines]))
+    assert load_deployment(path).regions_dir == "/dev/shm/gyre"
