@@ -92,12 +92,13 @@ def _notes(config: RunConfig, request: SimulationRequest, recording: Recording |
 
     burst, cells = config.burst, config.cells
     source = request.rows.source or "a table" if request.rows else "a lognormal distribution"
+    slots, last_seed = cells.executions_per_cell or config.engine.max_running, request.first_seed + request.num_seeds - 1
     notes = [f"{config.name}: {config.steps} steps of {burst.groups_per_step} groups of {burst.executions_per_group} "
-             f"executions, {cells.count + cells.standalone} cells for {cells.executions_per_cell or config.engine.max_running} "
-             f"executions each; durations from {source}; seeds {request.first_seed} to {request.first_seed + request.num_seeds - 1}"]
+             f"executions, {cells.count + cells.standalone} cells for {slots} executions each; durations from {source}; "
+             f"seeds {request.first_seed} to {last_seed}"]
     if recording is not None and recording.num_steps:
         own = [r for r in runs if (r.schedule, r.steps_per_burst, r.phi) == (cells.schedule, burst.steps_per_burst, burst.phi)]
-        said = f"; simulated under its own schedule {duration(own[0].makespan_s / len(own[0].steps))}" if own else ""
+        said = f"; simulated under its own schedule {duration(own[0].steps[-1].finished_s / len(own[0].steps))}" if own else ""
         notes.append(f"the recorded run took {duration(recording.makespan_s / recording.num_steps)} per step{said}")
     return notes
 
