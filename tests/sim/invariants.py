@@ -11,7 +11,6 @@ from collections.abc import Callable
 from gyre.contracts import events as e
 from gyre.contracts.subjects import CTL, STREAMS, row_of
 from gyre.scheduler import core as scheduler
-
 from sim.bus import Bus, Message
 from sim.engines import Weights
 from sim.kernel import Broken, World

@@ -12,7 +12,6 @@ from gyre.contracts.events import Fact
 from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ, Stream, message_id, row_of, subject_of
 from gyre.scheduler.config import LEASE_TTL_S, RENEW_EVERY_S
 from gyre.scheduler.core import State, decide, fold, initial
-
 from sim.bus import RUN, Bus, Fenced, Message
 from sim.kernel import LATE, Exit, Process, Refused, Task, World
 from sim.setting import Setting

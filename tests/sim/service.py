@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 from gyre.contracts.events import Fact
 from gyre.contracts.subjects import Stream, message_id, row_of, subject_of
 from gyre.runtime.effects import Core, KeepingCore, Publish, Tick, WriteBlob
-
 from sim.bus import RUN, Bus, Fenced, Message
 from sim.kernel import Broken, Process, Reply, Task, World
 

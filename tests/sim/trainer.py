@@ -18,7 +18,6 @@ from gyre.trainer.claims import ClaimTable, Offer, Verdict
 from gyre.trainer.core import TrainerCore, TrainerState
 from gyre.trainer.speeds import Speeds
 from gyre.trainer.step import MembershipRules
-
 from sim.bus import Bus
 from sim.engines import Checkpoints, Devices, Weights
 from sim.kernel import Broken, Process, Refused, Reply, Task, Unreachable, World
@@ -114,7 +113,7 @@ class Worker:
         """The gradient of one micro-step, on this cell's devices."""
         if ref.blob.path not in self.world.blobs:
             raise Broken(f"{ref.blob.path} is referred to and was never written")
-        yield self.world.pick(0.05, 1.2)
+        yield self.world.pick(0.1, 3.0)
         self.devices.check(self.process, "trains")
         return gradient(ref.micro_step, weights)
 
@@ -364,9 +363,8 @@ class SimSatellite(Worker):
         while self._assigned(epoch):
             try:
                 yield from self._take_part(epoch)
-            except Refused:
-                yield RETRY_S
-            except Unreachable:
+            except (Refused, Unreachable):
+                self.exported = None
                 yield RETRY_S
 
     def _assigned(self, epoch: int) -> bool:
@@ -383,10 +381,8 @@ class SimSatellite(Worker):
         yield self.world.pick(0.02, 0.5)  # pulls the weights
         if self.state.cell.joined < epoch:
             yield from self.service.submit(at.DevicesTaken(epoch, step, weights.version))
-        try:
-            yield from self._work(epoch, worker, step, attempt, weights)
-        finally:
-            self.exported = None
+        yield from self._work(epoch, worker, step, attempt, weights)
+        self.exported = None
         yield from self._ask(lambda: self._core.leave(worker))
 
     def _work(self, epoch: int, worker: str, step: int, attempt: int, weights: Weights) -> Task:
