@@ -78,13 +78,13 @@ def _request(config: Path | None, sets: list[str] | None, constants: Path | None
     recording = read_recording(from_run, room) if from_run else None
     rows = recording.rows if recording else workload_rows(workload)
     measured = recording.constants if recording else {}
-    wanted = tuple(dict.fromkeys(schedules or _default_schedules(loaded)))
+    wanted = tuple(dict.fromkeys(schedules or _default_schedules(loaded, sweep)))
     return SimulationRequest(to_toml(loaded), wanted, merged_constants(constants, measured), rows, loaded.seed, seeds, sweep,
                              with_lanes), loaded, recording
 
 
-def _default_schedules(config: RunConfig) -> list[str]:
-    others = ["elastic", "async+streaming"] + ([] if config.burst.phi else ["colocate"])
+def _default_schedules(config: RunConfig, sweep: bool) -> list[str]:
+    others = ["elastic", "async+streaming"] + (["colocate"] if sweep or not config.burst.phi else [])
     return [config.cells.schedule, *(name for name in others if config.cells.count > 1 or not name.startswith("async"))]
 
 
