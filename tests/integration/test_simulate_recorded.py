@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gyre.cli.ledger import RunLedger
 from gyre.cli.main import app
-from gyre.cli.recorded import recording_of
+from gyre.cli.recorded import Room, recording_of
 from gyre.contracts import codec
 from gyre.contracts.subjects import message_id, subject_of
 from gyre.runtime.bus import Bus
@@ -73,7 +73,7 @@ def test_a_run_that_is_over_is_simulated_from_its_facts(tmp_path, nats_server):
     ledger = RunLedger("r")
     for fact, time_s in recorded_facts():
         ledger.fold(fact, time_s)
-    took = recording_of(ledger, 128).makespan_s
+    took = recording_of(ledger, Room(128, 128)).makespan_s
     assert f"the recorded run took {took:.3g}\u00a0s per step" in done.output
     simulated = float(done.output.split("simulated under its own schedule ")[1].split("\u00a0")[0])
     assert abs(simulated - took) < 0.1 * took

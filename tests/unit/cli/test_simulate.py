@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gyre.cli.ledger import RunLedger
 from gyre.cli.main import app
-from gyre.cli.recorded import recording_of
+from gyre.cli.recorded import Room, recording_of
 from gyre.cli.simulation import best_lines, lines_of, merged_constants, workload_rows
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.simulation import Simulated, SimulatedStep
@@ -160,7 +160,7 @@ def recorded_run() -> RunLedger:
 
 
 def test_a_recorded_run_gives_its_groups_costs_and_transitions():
-    recording = recording_of(recorded_run(), max_concurrent=8)
+    recording = recording_of(recorded_run(), Room(8, 8))
     assert recording.rows.fields == ("seconds", "max_context", "train_s", "group")
     assert [row[:2] for row in recording.rows.rows] == [(10.0, 500), (30.0, 501)] * 2
     # 20 cell-seconds of training for a cost of 20; each of the four executions has a quarter of it
@@ -172,10 +172,16 @@ def test_a_recorded_run_gives_its_groups_costs_and_transitions():
 
 
 def test_executions_that_had_to_wait_for_others_count_from_their_start():
-    recording = recording_of(recorded_run(), max_concurrent=2)
+    recording = recording_of(recorded_run(), Room(8, 2))
     assert [row[0] for row in recording.rows.rows] == [8.0] * 4
+
+
+def test_executions_that_shared_too_few_slots_count_as_what_they_would_have_taken_alone():
+    recording = recording_of(recorded_run(), Room(1, 8))
+    # four on two cells of one slot each: half as fast until two have ended at 110
+    assert [row[0] for row in recording.rows.rows] == pytest.approx([5.0, 25.0] * 2)
 
 
 def test_a_run_without_a_complete_group_cannot_be_simulated():
     with pytest.raises(ConfigError, match="no training group is complete"):
-        recording_of(RunLedger("empty"), 1)
+        recording_of(RunLedger("empty"), Room(1, 1))
