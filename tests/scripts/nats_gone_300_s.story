@@ -3,7 +3,6 @@
 run schedule=elastic cells=2 steps=2 groups=2 seed=9 window_s=120
 after execution.started 2 down nats for 300
 expect execution.started
-expect lease.taken term=1
 expect execution.terminated
 expect step.finished step=0
 expect step.finished step=1

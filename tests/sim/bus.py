@@ -189,7 +189,7 @@ class Bus:
         at = self._arrives[key] = max(self._arrives.get(key, 0.0), self.world.now + self.delay())
 
         def arrive() -> None:
-            if not self.world.reaches(process.name, NATS):
+            if process.name in self.world.mute or not self.world.reaches(process.name, NATS):
                 if process.life == key[1]:  # it lies in the client's buffer until it is connected again
                     self.world.after(0.5, arrive)
                 return

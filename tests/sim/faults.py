@@ -1,8 +1,10 @@
 """What goes wrong, and when: a list that one number draws, or that a story tells. Each fault ends by itself.
 
     at 12.5 kill rollout for 3            kill -9, started again after 3 s
+    at 12.5 lose trainer-0 for 3          killed, and its SQLite file is lost
     at 12.5 pause scheduler-0 for 9       SIGSTOP, SIGCONT after 9 s
     at 20 cut scheduler-0 nats for 8      neither reaches the other
+    at 20 mute scheduler-0 for 8          it hears, and what it says to NATS arrives later
     at 20 down nats for 300               nobody reaches it
     at 20 lossy 0.2 for 60                a fifth of all messages is lost
     at 30 jump trainer-0 -40              its wall clock is set back
@@ -79,8 +81,9 @@ def parse_fault(line: str) -> Fault:
 class Faults:
     """Makes the faults of a list happen; those that wait for a fact may never."""
 
-    def __init__(self, world: World, bus: Bus, faults: tuple[Fault, ...], stop: Callable[[str], None]) -> None:
-        self._world, self._bus, self._stop = world, bus, stop
+    def __init__(self, world: World, bus: Bus, faults: tuple[Fault, ...], stop: Callable[[str], None],
+                 lose_disk: Callable[[str], None]) -> None:
+        self._world, self._bus, self._stop, self._lose_disk = world, bus, stop, lose_disk
         self._waiting = [[fault, fault.nth] for fault in faults if isinstance(fault.when, Pattern)]
         self.num_open = 0  # begun or sure to begin, and not over
         for fault in faults:
@@ -119,6 +122,10 @@ class Faults:
     def _kill(self, fault: Fault, name: str) -> None:
         self._world.kill(self._world.processes[name], max(fault.for_s, 0.1))
 
+    def _lose(self, fault: Fault, name: str) -> None:
+        self._kill(fault, name)
+        self._lose_disk(name)
+
     def _pause(self, fault: Fault, name: str) -> None:
         self._world.pause(self._world.processes[name], fault.for_s)
 
@@ -142,6 +149,10 @@ class Faults:
             self._bus.wires_changed()
 
         return mend
+
+    def _mute(self, fault: Fault, name: str) -> Callable[[], None]:
+        self._world.mute.add(name)
+        return lambda: self._world.mute.discard(name)
 
     def _down(self, fault: Fault, name: str) -> Callable[[], None]:
         self._world.down.add(name)
@@ -213,7 +224,9 @@ def _after_some_fact(dice: random.Random, names: list[str]) -> Fault:
 
 
 def _trouble(dice: random.Random, names: list[str], name: str, when: float | Pattern) -> Fault:
-    match dice.choice(("kill", "kill", "pause", "cut", "jump")):
+    match dice.choice(("kill", "kill", "pause", "cut", "mute", "jump")):
+        case "mute":
+            return Fault(when, ("mute", dice.choice((name, "leader"))), round(dice.uniform(2.0, 14.0), 2))
         case "kill":
             return Fault(when, ("kill", name), round(dice.uniform(0.2, 8.0), 2))
         case "pause":

@@ -70,7 +70,7 @@ class Simulation:
         self._build_engines(parts)
         self._build_trainers(parts)
         self._build_others(parts)
-        self.faults = Faults(self.world, self.bus, faults, self._stop)
+        self.faults = Faults(self.world, self.bus, faults, self._stop, self._lose_disk)
         for mutate in parts.mutate:
             mutate(self)
 
@@ -111,10 +111,10 @@ class Simulation:
         self.services = [self.rollout.service, self.trajectory, *(w.service for w in workers)]
         rollout = self.rollout.service
         rollout.stepped.append(self.invariants.follow_epochs(
-            "rollout", lambda: {c.cell: c.epoch for c in rollout.state.cells.values()}))
+            rollout, lambda: {c.cell: c.epoch for c in rollout.state.cells.values()}))
         for worker in workers:
             worker.service.stepped.append(self.invariants.follow_epochs(
-                worker.process.name, lambda w=worker: {w.devices.cell: w.state.cell.epoch}))
+                worker.service, lambda w=worker: {w.devices.cell: w.state.cell.epoch}))
 
     def _fetch(self, engine: SimEngine, published: e.WeightsPublished) -> Task:
         """From the core's memory if it has them, else from the checkpoint."""
@@ -143,6 +143,9 @@ class Simulation:
                 yield from self.world.call(self.operator, scheduler.process, lambda s=scheduler: command(s), 2.0)
             except (Unreachable, Refused):
                 continue
+
+    def _lose_disk(self, name: str) -> None:
+        next(s for s in self.services if s.process.name == name).lose_disk()
 
     def _stop(self, reason: str) -> None:
         def ask() -> Task:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from gyre.contracts import events as e
 from gyre.contracts.codec import pack
-from gyre.contracts.subjects import CTL, EXEC, TRAJ
+from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ
 from gyre.trainer import core as at
 from gyre.trainer.claims import ClaimTable, Offer, Verdict
 from gyre.trainer.core import TrainerCore, TrainerState
+from gyre.trainer.recovery import rebuild
 from gyre.trainer.speeds import Speeds
 from gyre.trainer.step import MembershipRules
 from sim.bus import Bus
@@ -77,6 +78,23 @@ class Worker:
             world, bus, process, TrainerCore(devices.cell, rules), (control, cells, *groups), self._perform, self._begin,
             (e.StepSealed,))
         process.stop = lambda: devices.give_back(process)
+        self.service.rebuild = lambda: self._rebuilt(bus)
+
+    def ledger(self) -> bytes | None:
+        """The copy in the newest checkpoint; only the core has one."""
+        return None
+
+    def _rebuilt(self, bus: Bus) -> bytes | None:
+        """As `restore.rebuild_lost_ledger` does it: the checkpoint's copy and what was said since."""
+        said = [m.fact for m in bus.messages(TRAIN)]
+        if not said:
+            return None
+        core, copy = self.service.core, self.ledger()
+        groups = [m.fact for m in bus.messages(TRAJ)] if self.devices.cell == 0 else []
+        completed = {g.group: g for g in reversed(groups) if g.purpose == "train"}
+        completed = dict(reversed(completed.items()))
+        state = core.restore(copy) if copy else core.initial()
+        return core.snapshot(rebuild(state, self.devices.cell, said, completed))
 
     @property
     def state(self) -> TrainerState:
@@ -127,6 +145,10 @@ class SimCore(Worker):
         self.satellites: dict[int, SimSatellite] = {}
         self.table: ClaimTable | None = None
         super().__init__(world, bus, process, devices, rules)
+
+    def ledger(self) -> bytes | None:
+        newest = self.checkpoints.newest()
+        return self.checkpoints.ledgers[newest.version] if newest else None
 
     def prepare(self) -> None:
         self.table = None
