@@ -8,9 +8,10 @@ One randomly initialised Qwen3 in float32, one thread each, greedy, answers of o
 - vllm: vLLM's CPU build with prefix caching, in an environment of its own (`sh tools/setup_vllm.sh` makes .venv-vllm).
 
 The work: 1, 8 and 32 live sessions that share a system prompt, which everybody saw in the warm-up; in each turn the prompt is
-the context so far and a tool's output, about 65 prompt tokens per answer token in all (recorded coding agents: 246). `generate` has no cache between its
-calls and computes every context again; the others find it. That is part of what is compared, so decoding alone is shown
-apart: equal contexts that nobody shares, their prompts computed before (`generate`'s best case).
+the context so far and a tool's output, about 65 prompt tokens per answer token in all (recorded coding agents: 246).
+`generate` has no cache between its calls and computes every context again; the others find it. That is part of what is
+compared, so decoding alone is shown apart: equal contexts that nobody shares, their prompts computed before (`generate`'s best
+case).
 
 Rounds alternate between the contenders. Counted is the CPU time of a contender's whole process tree, start and warm-up
 excluded; shown are medians of rounds. The bound of a decode step is the time to read the weights and the KV of its contexts

@@ -4,8 +4,12 @@ Two real engine processes with a small model (4 KiB of keys and values per token
 through the router. For each length of context the call's first token says what computing the context takes; then its
 engine is drained and drained again, back and forth, while it goes on decoding. A move is timed from its first question to
 the commit (move_ms) and on to the first token at the destination (landed_ms), which is what computing again is compared
-with. Beside each move the same blocks are read raw: one one-sided read by this process, checksums included, with nothing of
-the protocol around it.
+with. Just before each move the same blocks are read raw: one one-sided read by this process over the same backend, each row
+verified, into memory whose pages are there (as those of an engine's pool are), while the call goes on decoding as it does
+during the move; nothing of the protocol is around it. Neither is charged for the source's checksums: the raw read asks for
+the blocks first, and a block that moves on is not summed again. A pause (stall) is from the freeze to the first token of the
+other engine: up to two ordinary steps, the one under way and the first one there, and what the move adds to them; step_ms
+is the median time between two tokens of the call.
 
     python bench/migrate.py [--sizes 1024,4096,16384,65536] [--rounds 8] [--backends shared_memory,nixl]
 
@@ -48,6 +52,7 @@ from torch_cells import Listener, TorchCells, job  # noqa: E402
 MAX_TOKENS = 3000  # of the answer: more than the rounds take
 LIMITS = replace(MoveLimits(), min_tokens=1, total_s=120.0, pull_s=60.0, stop_s=60.0, land_s=60.0, stream_s=60.0)
 LONG = 16_384  # from here on a move should cost little more than the read
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # pools are files: on a disk a move waits for its write-back
 NUM_WARM = 1  # moves before the first that counts: channels open, pages are touched
 
 
@@ -70,6 +75,7 @@ class Measured:
     landed_s: list[float] = field(default_factory=list)
     raws_s: list[float] = field(default_factory=list)
     stalls_s: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)  # between two tokens, moves included
 
     @property
     def speedup(self) -> float:
@@ -84,12 +90,13 @@ class Measured:
         stalls_ms = np.percentile(self.stalls_s, [50, 99]) * 1e3
         cells = [f"{self.backend:14} {self.size:6d} {self.num_bytes / 2**20:8.1f} {times_ms[0]:11.1f}",
                  *(f"{time:9.1f}" for time in times_ms[1:]), f"{self.over_raw:8.2f} {self.speedup:8.1f}",
-                 *(f"{stall:9.1f}" for stall in stalls_ms), f"{self.num_recomputed:10d}"]
+                 *(f"{stall:9.1f}" for stall in stalls_ms), f"{1e3 * statistics.median(self.steps_s):7.1f}",
+                 f"{self.num_recomputed:10d}"]
         return " ".join(cells)
 
 
 HEAD = ("backend          size      MiB  prefill_ms landed_ms   move_ms    raw_ms over_raw  speedup stall_p50 stall_p99 "
-        "recomputed")
+        "step_ms recomputed")
 
 
 class Scene:
@@ -123,6 +130,7 @@ class Scene:
                 measured.landed_s.append(landed_s)
                 measured.raws_s.append(raw_s)
                 measured.stalls_s.append(stall_s)
+        measured.steps_s = np.diff(listener.times).tolist()
         measured.num_recomputed = await self.num_prefilled() - before
         measured.num_bytes = router.counts.num_bytes_moved // (rounds + NUM_WARM)
         assert router.counts.num_moved == rounds + NUM_WARM and listener.task and not listener.task.done()
@@ -172,7 +180,8 @@ class Scene:
 
 async def measure_backend(backend: str, sizes: Sequence[int], rounds: int) -> list[Measured]:
     longest = max(sizes)
-    with tempfile.TemporaryDirectory() as home, Transfer(TransferConfig("bench", backends=backends_of(backend))) as reader:
+    config = TransferConfig("bench", backends=backends_of(backend))
+    with tempfile.TemporaryDirectory(dir=MEMORY) as home, Transfer(config) as reader:
         cells = TorchCells(Path(home), 2, policy(longest), "min_interval_ms = 0.0\ntoken_budget = 8192",
                            longest + 2 * MAX_TOKENS, backend)
         cells.prepare()

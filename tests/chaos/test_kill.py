@@ -1,6 +1,9 @@
 """kill -9 of every kind of process in one run: nothing is lost, nothing is trained twice, the books balance."""
 
 import pytest
+from gyre.cli.trace_view.spans import read_spans
+from gyre.cli.trace_view.tree import transitions
+from gyre.contracts.events import CellRoleAssigned
 from lap import Lap, clinic_config, left_running
 
 pytestmark = pytest.mark.slow
@@ -36,3 +39,13 @@ async def test_the_run_ends_well_although_every_kind_of_process_is_killed(tmp_pa
     endings = {x.terminated.fact.ending for x in ledger.executions.values()}
     assert endings <= {"finished", "timed_out"}, endings
     assert left_running(lap.run) == {}
+    assert_every_transition_has_a_root_that_ended(lap)
+
+
+def assert_every_transition_has_a_root_that_ended(lap: Lap) -> None:
+    """Also of those that a process was killed in: what it had ended is there, what it had begun is known as unfinished."""
+    found = {one.name: one for one in transitions(read_spans(lap.run.logs / "traces"))}
+    assigned = {stamped.fact.transition for stamped in lap.watcher.ledger.all(CellRoleAssigned).values()}
+    assert set(found) >= assigned
+    assert {found[name].outcome for name in assigned} <= {"completed", "superseded"}
+    assert all(found[name].num_orphans == 0 for name in assigned)

@@ -19,7 +19,8 @@ CALL = e.CallRecorded(
     evidence=e.CallEvidence({"x-codex-turn-metadata": "{}"}, "g00001-000-x00-c0000", ("g00001-000-x00-c0000",), None))
 
 SAMPLES: tuple[e.Fact, ...] = (
-    e.LeaseTaken("abc", 2, 5.0), e.RunOpened("d" * 32, 1, 2, num_standalone=1, schedule="elastic"), e.RunStopRequested("asked to stop", 0),
+    e.LeaseTaken("abc", 2, 5.0), e.RunOpened("d" * 32, 1, 2, num_standalone=1, schedule="elastic"),
+    e.RunStopRequested("asked to stop", 0),
     e.RunClosed("completed", 60), e.BurstOpened(3, 3, 1),
     e.BurstClosed(3, 4), e.GroupDispatched("g00001-000", 1, "train-0001", "train/0001", "train", 3, (SPEC,)),
     e.CellRoleAssigned(1, 4, "train", "cell-1-epoch-4", 3, "no answer"),

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 from engine_conformance import CHECKS, Check, Lab, admission_is_closed_until_weights_were_probed, ids_of, name_of
+from engine_move_conformance import TICKET_CHECKS
 from gyre.policy.config import PolicyConfig
 from gyre.policy.decoder import Decoder
 from gyre.rollout.engines.base import GenerateRequest, TokenEvent
@@ -26,13 +27,15 @@ from gyre.rollout.engines.server_process import ServerPlace
 from gyre.rollout.engines.vllm_server import vllm_engine
 from gyre.rollout.engines.vllm_ticket import VllmTicket
 from gyre.runtime.config import EngineConfig, EngineServerConfig
+from served_engines import Caller, Cells
 
 torch.set_num_threads(1)
 if "GYRE_VLLM_PYTHON" not in os.environ:
     pytest.skip("make test-engines installs vLLM and runs this", allow_module_level=True)
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
-POLICY = PolicyConfig("qwen3", 512, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=512)
-LONGEST, SLOTS, PROMPTS, ANSWER = 320, 24, 20, 200
+POLICY = PolicyConfig("qwen3", 512, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=2048)
+LONGEST, SLOTS, PROMPTS, ANSWER, BLOCK = 2048, 24, 20, 200, 32
+CALLS, LONG_ANSWER = 8, 1000  # a small model has said much by the time that it hears an abort
 
 
 def weights(number: int) -> Mapping[str, torch.Tensor]:
@@ -41,7 +44,7 @@ def weights(number: int) -> Mapping[str, torch.Tensor]:
 
 def make_lab(home: Path) -> Lab:
     server = EngineServerConfig(start_timeout_s=900.0)  # its interpreter: $GYRE_VLLM_PYTHON
-    config = EngineConfig(backend="vllm", kv_tokens=16384, max_running=SLOTS, max_waiting=SLOTS, server=server)
+    config = EngineConfig(backend="vllm", kv_tokens=65536, max_running=SLOTS, max_waiting=SLOTS, server=server)
     place = ServerPlace("127.0.0.1", home / "server.log", home)
     engine = vllm_engine(POLICY, "float32", LONGEST, config, place, home)
     return Lab(engine, weights, POLICY.vocab_size, LONGEST, SLOTS, SLOTS, positional=False, patience_s=180.0)
@@ -74,7 +77,8 @@ async def both_ready(labs: tuple[Lab, Lab]) -> tuple[Lab, Lab]:
 
 def question(lab: Lab, number: int, **fields: object) -> GenerateRequest:
     prompt = ((np.arange(70 + number) * (5 + number) + number) % POLICY.vocab_size).astype(np.int32)
-    return lab.ask(f"q{number}-{fields.get('namespace', '')}", prompt_ids=prompt, max_tokens=ANSWER, temperature=0.0, **fields)
+    fields = {"max_tokens": LONG_ANSWER, "temperature": 0.0, **fields}
+    return lab.ask(f"q{number}-{fields.get('namespace', '')}", prompt_ids=prompt, **fields)
 
 
 def continued(request: GenerateRequest, tokens: list[TokenEvent], ticket: bytes) -> GenerateRequest:
@@ -103,7 +107,7 @@ async def test_live_requests_move_between_servers_with_identical_tokens(labs: tu
     gaps = []
     for (tokens, _), (expected, _) in zip(got, want, strict=True):
         assert ids_of(tokens) == ids_of(expected)
-        assert [t.index for t in tokens] == list(range(ANSWER))
+        assert [t.index for t in tokens] == list(range(LONG_ANSWER))
         gaps += [abs(x.logprob - y.logprob) for x, y in zip(tokens, expected, strict=True)]
     reused = [num for _, num in got]
     print(f"\n{PROMPTS} live requests moved: KV of {sum(reused)} tokens came along, at least {min(reused)} for each; "
@@ -144,6 +148,72 @@ async def test_held_kv_delays_no_sleep_and_no_new_weights(labs: tuple[Lab, Lab])
     async with asyncio.timeout(50.0):  # a lease is 60 s
         await a.load(1)
     await a.engine.release_ticket(ticket)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cells(labs: tuple[Lab, Lab], tmp_path: Path) -> AsyncIterator[Cells]:
+    """The servers as cells 0 and 1 of a run."""
+    opened = await Cells.open(tmp_path, labs)
+    yield opened
+    await opened.close()
+
+
+async def answers(cells: Cells, callers: list[Caller]) -> list[list[int]]:
+    """What is said to calls that nothing disturbs."""
+    await asyncio.gather(*(caller.start(cells.router) for caller in callers))
+    return [caller.output.ids for caller in callers]
+
+
+async def test_a_cell_that_leaves_rollout_is_emptied_and_no_call_notices(cells: Cells) -> None:
+    prompts = [question(cells.cells[0].lab, i).prompt_ids for i in range(CALLS)]
+    want = await answers(cells, [Caller(f"stays-{i}", prompt, LONG_ANSWER) for i, prompt in enumerate(prompts)])
+    callers = [Caller(f"moves-{i}", prompt, LONG_ANSWER, streams=i % 2 == 0) for i, prompt in enumerate(prompts)]
+    cells.router.set_admitting(1, False)
+    for caller in callers:
+        caller.start(cells.router)
+    await asyncio.gather(*(caller.until(5) for caller in callers))
+    assert cells.router.num_live(0) == CALLS
+    cells.router.set_admitting(1, True)
+    num_moved, num_replayed = await cells.leaves(0)
+    await asyncio.gather(*(caller.task for caller in callers))
+    came = [(attempt, reused) for attempt, _, reused in cells.cells[1].client.tries if attempt.num_emitted]
+    counts = cells.router.counts
+    print(f"\n{num_moved} live calls moved with KV of {sum(r for _, r in came)} tokens, {num_replayed} were replayed "
+          f"{dict(counts.replayed)}; computed again: {counts.num_tokens_recomputed} tokens")  # fmt: skip
+    for caller, expected in zip(callers, want, strict=True):
+        assert caller.output.ids == expected and caller.output.finish == "length"
+        assert caller.heard == (expected if caller.streams else [])
+    assert (num_moved, num_replayed, len(came)) == (CALLS, 0, CALLS)
+    for attempt, reused in came:
+        assert attempt.ticket and 5 <= attempt.num_emitted < LONG_ANSWER
+        assert reused > len(attempt.prompt) - BLOCK, "no block was computed again but the last, which was not full"
+    assert cells.cells[0].lab.engine.load_report().asleep and cells.cells[0].lab.engine.load_report().num_held == 0
+
+
+async def test_an_execution_that_waits_on_a_tool_finds_its_context_where_it_asks_next(cells: Cells) -> None:
+    lab = cells.cells[0].lab
+    cells.router.set_admitting(1, False)
+    first = Caller("waits", question(lab, 11).prompt_ids, ANSWER)
+    await first.start(cells.router)
+    cells.router.set_admitting(1, True)
+    assert await cells.leaves(0) == (0, 0)
+    assert len(first.heard) == len(first.output.ids) == ANSWER, "nobody hears the token that brought it over"
+    context = np.concatenate((first.prompt, np.array(first.output.ids, np.int32)))
+    again = Caller("waits", np.concatenate((context, lab.prompt(40))), ANSWER)
+    await again.start(cells.router)
+    (_, came, fetched), (_, finish, reused) = cells.cells[1].client.tries
+    counts = cells.router.counts
+    print(f"\na prefix of {len(context)} tokens moved with KV of {fetched}; the next call reused {reused}")
+    assert (counts.num_prefixes_moved, came, finish, again.output.cell) == (1, "length", "length", 1)
+    assert fetched > len(context) - BLOCK and reused > len(context) - BLOCK
+    (want,) = await answers(cells, [Caller("other", again.prompt, ANSWER)])
+    assert again.output.ids == want
+
+
+@pytest.mark.parametrize("check", TICKET_CHECKS, ids=name_of)
+async def test_it_moves_requests_as_engines_of_its_kind_do(labs: tuple[Lab, Lab], check: Check) -> None:
+    await labs[0].ready()
+    await check(labs[0])
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)

@@ -52,6 +52,7 @@ class World:
     lose_transfers: bool = False
     breaks_update: bool = False
     refuses_context_only: bool = False
+    step_s: float = 0.0
     contexts: dict[int, dict[str, Any]] = field(default_factory=dict)  # context request id -> what was prefilled
     engines: list[Any] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -222,7 +223,7 @@ class Executor:
             for result in list(self.running):
                 self._step(result)
             self.running = [r for r in self.running if not r.finished]
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.world.step_s)
 
     def _step(self, result: RequestOutput) -> None:
         asked, output = result.asked, result.outputs[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fake_sglang import FakeSgLang
@@ -21,11 +23,12 @@ from gyre.rollout.engines.vllm import VllmHost, VllmSettings
 MAX_POSITION = 256
 
 
-def hosted(host: Host, policy: PolicyConfig, end_wait_s: float = 5.0) -> HostedEngine:
+def hosted(host: Host, policy: PolicyConfig, end_wait_s: float = 5.0,
+           clock: Callable[[], float] = time.monotonic) -> HostedEngine:
     """The staging directory lives as long as the engine's object."""
     home = tempfile.TemporaryDirectory(prefix="gyre-staged-")
     staged = StagedWeights(Path(home.name), policy)
-    engine = HostedEngine(host, policy, staged, HostedConfig(MAX_POSITION, 1024, 4, 4, end_wait_s))
+    engine = HostedEngine(host, policy, staged, HostedConfig(MAX_POSITION, 1024, 4, 4, end_wait_s), clock)
     engine.home = home  # type: ignore[attr-defined]
     return engine
 
@@ -47,11 +50,12 @@ def make_sglang(policy: PolicyConfig) -> HostedEngine:
     return make_sglang_over(FakeSgLang(policy), policy)
 
 
-def make_vllm_over(server: FakeVllm, policy: PolicyConfig, **settings: object) -> HostedEngine:
+def make_vllm_over(server: FakeVllm, policy: PolicyConfig, clock: Callable[[], float] = time.monotonic,
+                   **settings: object) -> HostedEngine:
     quick = {"layout": "vllm 0.32.0 fake", "moves": True, "start_s": 20.0, "change_s": 20.0, "call_s": 10.0, "poll_s": 0.005,
              "pulled_in_s": 0.02}  # fmt: skip
     host = VllmHost(server, VllmSettings(**{**quick, **settings}), lambda checkpoint: checkpoint / "model.safetensors")
-    return hosted(host, policy)
+    return hosted(host, policy, clock=clock)
 
 
 def make_vllm(policy: PolicyConfig) -> HostedEngine:

@@ -232,14 +232,20 @@ async def a_reservation_that_does_not_fit_is_refused(lab: Lab) -> None:
     assert await mover.release("room") and lab.engine.load_report().num_held == 0
 
 
-MOVE_CHECKS: tuple[Check, ...] = (
+TICKET_CHECKS: tuple[Check, ...] = (
     capabilities_say_how_requests_move,
-    without_tickets_an_export_is_refused_and_the_request_goes_on,
     a_ticket_takes_a_request_on_exactly_and_once,
     a_released_ticket_is_of_no_use_and_harmless,
+)
+STAGED_CHECKS: tuple[Check, ...] = (
     a_frozen_request_thaws_at_its_source_with_nothing_computed_again,
     an_export_that_is_released_leaves_the_request_alone,
     a_ticket_that_was_never_given_is_unknown,
     a_request_goes_on_in_another_engine_with_nothing_computed_again,
     a_reservation_that_does_not_fit_is_refused,
+)
+MOVE_CHECKS: tuple[Check, ...] = (
+    without_tickets_an_export_is_refused_and_the_request_goes_on,
+    *TICKET_CHECKS,
+    *STAGED_CHECKS,
 )

@@ -18,7 +18,8 @@ from gyre.runtime.config import RunConfig, config_digest, load_deployment, load_
 
 CLINIC = Path(__file__).resolve().parents[2] / "examples" / "clinic"
 AGENTS = CLINIC.with_name("clinic-agents")
-SMALL = ["steps=2", "burst.groups_per_step=2", "burst.executions_per_group=4", "evaluation.num_tasks=2", "reward.evaluators=2"]
+SMALL = ["cells.count=2", "cells.schedule=colocate", "cells.executions_per_cell=0", "steps=2",
+         "burst.groups_per_step=2", "burst.executions_per_group=4", "evaluation.num_tasks=2", "reward.evaluators=2"]
 
 
 def untrained_checkpoint(directory: Path) -> Path:

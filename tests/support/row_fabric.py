@@ -16,6 +16,9 @@ class Rows:
 
     arrays: dict[str, np.ndarray]
 
+    def populate(self) -> None:
+        """It has its pages."""
+
 
 class Fabric:
     """Every pool that is registered, by owner and name."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gyre.contracts import events as e
+from gyre.runtime.config import TimeoutCalls
 from gyre.scheduler import core
 from gyre.scheduler.config import Plan
-from gyre.scheduler.schedules import Schedule
+from gyre.scheduler.schedules import Capacity, Schedule
+
+PLAN = Plan(num_steps=3, seed=1, num_cells=2, steps_per_burst=1, num_outstanding=2, executions_per_group=2,
+            train_tasks=("train/a", "train/b", "train/c"), held_out_tasks=("held-out/x",), executions_per_held_out=1,
+            evaluate_at_start=True, evaluate_at_end=True, timeout_s=60, overall_timeout_s=120,
+            timeout_calls=TimeoutCalls(0.5, 2, 4), config_digest="d", groups_per_step=2, capacity=Capacity(4))
 
 
 @dataclass
@@ -92,8 +99,11 @@ class World:
                 self.pending.append(e.WeightsPublished(self.version, "c", 0, "ckpt"))
 
 
+Check = Callable[[core.State, e.Fact], None]
+
+
 def play(plan: Plan, schedule: Schedule, seed: int, duplicate: float = 0.0, forget: float = 0.0,
-         check=lambda state, fact: None) -> tuple[core.State, list[e.Fact]]:
+         check: Check = lambda state, fact: None) -> tuple[core.State, list[e.Fact]]:
     """A whole run; facts arrive shuffled, sometimes twice; the scheduler sometimes restarts and folds everything anew.
 
     `check(state, fact)` sees each of the scheduler's facts with the state it was decided on.

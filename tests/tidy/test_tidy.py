@@ -36,10 +36,11 @@ LONGER: dict[str, str] = {
 PURE: dict[str, tuple[str, ...]] = {
     "services/rollout": ("rollout/cell.py", "rollout/execution.py", "rollout/local.py", "rollout/placement.py", *(
         f"rollout/gateway/{noun}.py" for noun in ("context", "delivery", "evidence", "messages", "provenance", "restore"))),
-    "libs/contracts": ("contracts/digest.py", "contracts/events.py", "contracts/microstep.py", "contracts/subjects.py"),
-    "services/scheduler": tuple(
-        f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
-    ),
+    "libs/contracts": tuple(
+        f"contracts/{noun}.py" for noun in ("digest", "events", "microstep", "simulation", "subjects")),
+    "services/scheduler": tuple(f"scheduler/{noun}.py" for noun in (
+        "burst", "config", "gates", "schedules", "transition", "waterlevel", *(f"simulation/{part}" for part in (
+            "agenda", "bounds", "constants", "engines", "measures", "scenario", "sweep", "trainer", "workload", "world")))),
     "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "metrics", "speeds", "step")),
     "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
         "admission", "completion", "config", "group", "inspection", "packing", "reading", "record", "roles", "said",
@@ -61,6 +62,11 @@ ADDRESSES: dict[str, str] = {
 ADDRESS = re.compile(r"localhost|127\.0\.0\.1|0\.0\.0\.0|(^|[\s\"'=:])/(tmp|home|root|opt|mnt|data|var|usr)/")
 # Places of the machines the project is developed on; nothing in the tree may name them.
 MACHINE = re.compile(r"/(work|root|opt)/(main|dev|shared|wheels|pypi|\.library|\.pyenv)\b")
+
+# Engines take token ids and give token ids; what makes text of them, or them of text, is the gateway's, once for all engines.
+ENGINES = ("engines", "torch_engine", "engine_*.py")
+TEXT_IMPORTS = ("tokenizers", "transformers", "sentencepiece", "tiktoken", "jinja2", "gyre.policy.tokenizer",
+                "gyre.rollout.gateway")
 
 UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "yaml.load"}
@@ -219,6 +225,32 @@ def test_pure_modules_read_nothing_of_the_world() -> None:
             if module.partition(".")[0] in IMPURE_IMPORTS or (is_gyre and not near):
                 found.append(f"{name_of(path)} imports {module}")
     assert not found, "\n".join(found)
+
+
+def engine_modules() -> list[Path]:
+    home = ROOT / "services/rollout/src/gyre/rollout"
+    tops = [top for pattern in ENGINES for top in home.glob(pattern)]
+    return [p for p in sources("services") if any(p == top or top in p.parents for top in tops)]
+
+
+def is_of_text(module: str) -> bool:
+    return any(module == text or module.startswith(f"{text}.") for text in TEXT_IMPORTS)
+
+
+def test_no_engine_reads_or_writes_text() -> None:
+    assert len(engine_modules()) > 40
+    found = [f"{name_of(p)} imports {m}" for p in engine_modules() for m in imports(p) if is_of_text(m)]
+    assert not found, "\n".join(found)
+
+
+def test_an_engine_needs_no_tokenizer_and_no_template_to_run() -> None:
+    """Neither does anything that an engine imports in its turn."""
+    modules = sorted(module_of(p) for p in engine_modules() if p.parent.name != "inside_vllm")  # that one runs in vLLM
+    program = "import sys, importlib\nfor name in sys.argv[1].split(): sys.modules[name] = None\n"
+    program += "for name in sys.argv[2].split(): importlib.import_module(name)"
+    arguments = [" ".join(TEXT_IMPORTS), " ".join(modules)]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)

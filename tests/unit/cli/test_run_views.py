@@ -6,7 +6,7 @@ import math
 import pytest
 from gyre.cli.ledger import RunLedger
 from gyre.cli.metrics import estimate, estimate_of, gain_of, moving_mean, paired_gain, step_lines, t_975
-from gyre.cli.views import cell_timelines, level_at, roles_at, waterlevels
+from gyre.cli.views import Join, cell_timelines, joins, level_at, roles_at, waterlevels
 from gyre.contracts import events as e
 
 
@@ -118,3 +118,17 @@ def test_a_step_without_votes_has_no_reward():
     line = step_lines(ledger, {})[0]
     assert line.row()["reward"] is None
     assert line.text(1).endswith("(no update)")
+
+
+def test_a_satellite_that_comes_to_a_running_step_is_seen_with_what_was_unfinished():
+    spec = e.ExecutionSpec("x", 0, 60.0, 120.0)
+    ledger = ledger_of([
+        (e.GroupDispatched("g", 0, "q", "t", "train", 0, (spec,)), 1.0),
+        (e.CellTrainJoined(0, 1, 0, 0), 2.0),
+        (e.CellTrainJoined(1, 1, 0, 0), 3.0),
+        (e.ExecutionTerminated("x", "g", "q", "train", "finished", 1, 1.0), 4.0),
+        (e.CellTrainJoined(2, 1, 0, 0), 5.0),
+        (e.StepFinished(0, 1, 0, True, 1, 1, 1, 0.0, 0.0, 0.0), 6.0),
+        (e.CellTrainJoined(3, 1, 0, 0), 7.0),
+    ])
+    assert joins(ledger) == (Join(0, 1, 3.0, 1), Join(0, 2, 5.0, 0))

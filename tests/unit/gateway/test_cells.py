@@ -5,13 +5,14 @@ import asyncio
 import pytest
 from gyre.contracts import events as e
 from gyre.contracts.errors import EngineError
+from gyre.contracts.subjects import message_id
 from gyre.rollout import local as lo
 from gyre.rollout.attempt import EngineGone
 from gyre.rollout.core import RolloutCore
 from gyre.rollout.engine_client import Observed
 from gyre.rollout.keeper import Keeper
 from gyre.rollout.router import Router, RouterLimits
-from gyre.runtime.clock import SystemClock
+from gyre.runtime.clock import Clock, ManualClock, SystemClock
 from gyre.runtime.effects import Publish
 from rollout_fakes import FakeEngine
 
@@ -121,14 +122,14 @@ class FakeControl:
         return self.version, "", True
 
 
-def make_keeper() -> tuple[Keeper, FakeControl, Router, list[object]]:
+def make_keeper(clock: Clock | None = None) -> tuple[Keeper, FakeControl, Router, list[object]]:
     control, said = FakeControl(), []
     router = Router({0: FakeEngine(lambda attempt: [1])}, RouterLimits(), SystemClock())
 
     async def post(event: object) -> None:
         said.append(event)
 
-    return Keeper(0, control, router, post, SystemClock()), control, router, said
+    return Keeper(0, control, router, post, clock or SystemClock()), control, router, said
 
 
 async def test_the_keeper_wakes_an_engine_says_so_once_and_opens_the_route() -> None:
@@ -204,3 +205,44 @@ async def test_weights_that_are_not_the_announced_ones_are_not_served() -> None:
         await keeper.check()
     assert not router.is_admitting(0)
     assert not said
+
+
+def test_an_engine_that_is_lost_is_said_to_be_and_said_to_serve_again() -> None:
+    core = Core()
+    core.tell(V0)
+    core.tell(lo.EngineServing(0, 0, 0, "c0"))
+    core.tell(lo.EngineLost(0, 0, "away"))
+    core.tell(lo.EngineLost(0, 0, "away"))
+    core.tell(lo.EngineServing(0, 0, 0, "c0"))
+    core.tell(lo.EngineLost(0, 0, "away"))
+    lost = [e.CellRolloutLost(0, 0, number, "away") for number in (1, 2)]
+    assert core.facts == [e.CellRolloutReady(0, 0, 0, "c0"), lost[0], e.CellRolloutReady(0, 0, 0, "c0", 1), lost[1]]
+    assert len({message_id(fact, "r") for fact in core.facts}) == 4, "none of them is a duplicate of another"
+
+
+def test_an_engine_is_not_lost_while_its_cell_trains_or_under_an_epoch_that_is_over() -> None:
+    core = Core()
+    core.tell(V0)
+    core.tell(lo.EngineLost(0, 0, "away"))
+    core.tell(lo.EngineServing(0, 0, 0, "c0"))
+    core.tell(assigned(1, "train"))
+    core.tell(lo.EngineLost(0, 0, "away"))
+    core.tell(lo.EngineLost(0, 1, "away"))
+    assert not [fact for fact in core.facts if isinstance(fact, e.CellRolloutLost)]
+
+
+async def test_the_keeper_calls_an_engine_lost_only_after_the_time_a_restart_takes() -> None:
+    clock = ManualClock()
+    keeper, control, _, said = make_keeper(clock)
+    keeper.settle(lo.SettleCell(0, 0, True, V0))
+    await keeper.check()
+    control.is_gone = True
+    for seconds, num_said in ((0.0, 1), (14.0, 1), (1.5, 2), (60.0, 2)):
+        clock.advance(seconds)
+        await keeper.look()
+        assert len(said) == num_said
+    assert isinstance(said[1], lo.EngineLost)
+    control.is_gone = False
+    control.restart()
+    await keeper.look()
+    assert said[2] == lo.EngineServing(0, 0, 0, "c0"), "it is said again, because it had been said to be lost"

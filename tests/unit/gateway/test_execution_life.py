@@ -214,3 +214,21 @@ def test_any_order_of_events_ends_each_execution_once(events: list[object], max_
         assert recorded == list(range(end.num_calls))
         asked = [r for r in run.of(e.EvaluationRequested) if r.execution == end.execution]
         assert len(asked) == (end.ending != "dropped")
+
+
+def test_contexts_are_said_when_they_changed_and_the_longest_at_the_end() -> None:
+    run = Run()
+    run.tell(dispatched(IDS[:2]))
+    run.tell(lo.ContextsDue())
+    for execution in IDS[:2]:
+        run.tell(lo.HarnessStarted(execution, 42))
+    run.tell(lo.CallFinished(call(IDS[0], 0)))
+    run.tell(lo.ContextsDue())
+    run.tell(lo.ContextsDue())
+    assert run.of(e.ContextsReported) == [e.ContextsReported(1, {IDS[0]: 2})]
+    run.tell(lo.ProcessExited(IDS[0], 0))
+    run.tell(lo.WorkspacePreserved(IDS[0], BLOB))
+    run.tell(lo.ContextsDue())
+    assert run.of(e.ContextsReported)[1:] == [e.ContextsReported(2, {})]
+    assert [t.max_context for t in run.of(e.ExecutionTerminated)] == [2]
+    run.crash()

@@ -240,7 +240,7 @@ async def test_an_export_under_an_epoch_that_is_over_is_refused(open_stage: Open
     with pytest.raises(MoveRefused, match="epoch 4 is over"):
         await client.open_export("t", ExportOf("x-0"), 4, 5.0, 1.0)
     with pytest.raises(MoveRefused, match="epoch 4 is over"):
-        await client.freeze("t", 0, "x-0", 4, 1.0)
+        await client.freeze("t", 0, ExportOf("x-0"), 4, 1.0)
     assert await stage.drain(0, epoch=4) == (0, 1)
     await stage.finish()
 
@@ -347,7 +347,7 @@ async def test_a_pair_of_engines_moves_a_few_calls_at_once(open_stage: Open) -> 
 
 async def test_what_the_wire_says_of_moves_that_cannot_be(open_stage: Open) -> None:
     client = (await open_stage(1)).nodes[0].client
-    for ask in (client.read_stage("t", 0, 1.0), client.freeze("t", 0, "x", 0, 1.0)):
+    for ask in (client.read_stage("t", 0, 1.0), client.freeze("t", 0, ExportOf("x"), 0, 1.0)):
         with pytest.raises(TicketUnknown):
             await ask
     with pytest.raises(MoveRefused, match="not running"):
@@ -357,7 +357,7 @@ async def test_what_the_wire_says_of_moves_that_cannot_be(open_stage: Open) -> N
     with pytest.raises(MoveRefused, match="does not move requests in stages"):
         await other.open_export("t", ExportOf("x"), 0, 5.0, 1.0)
     with pytest.raises(MoveRefused, match="by ticket"):
-        await other.freeze("t", 0, "x", 0, 1.0)
+        await other.freeze("t", 0, ExportOf("x"), 0, 1.0)
 
 
 # ---------------------------------------------------------------- tickets
@@ -394,7 +394,7 @@ async def test_a_ticket_is_good_once_and_for_its_own_tokens_only(open_stage: Ope
         while stage.nodes[0].engine.load_report().num_tokens_sampled < 9:
             await asyncio.sleep(0.001)
     await client.open_export("t", ExportOf("x-0"), 0, 60.0, 1.0)
-    await client.freeze("t", 0, "x-0", 0, 1.0)
+    await client.freeze("t", 0, ExportOf("x-0"), 0, 1.0)
     assert await frozen == whole[:9]
     reused = [stage.nodes[0].engine.load_report().num_tokens_reused]
     for name, num_emitted in (("a", 8), ("b", 9), ("c", 9)):

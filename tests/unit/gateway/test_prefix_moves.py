@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gyre.rollout import placement
 from gyre.rollout.engines.moving import ExportOf, MoveRefused, Reservation, TicketUnknown
 from gyre.rollout.engines.scripted import ScriptedConfig
 from gyre.rollout.placement import Candidate
-from move_stage import Pace, Stage, lose_it, make_engine
+from move_stage import QUICK, Pace, Stage, lose_it, make_engine
 
 Open = Callable[..., Awaitable[Stage]]
 
@@ -91,10 +93,6 @@ async def test_a_prefix_whose_execution_has_asked_elsewhere_stays(idle_stage: Op
 
 
 async def test_moving_prefixes_ends_at_its_deadline(idle_stage: Open) -> None:
-    from dataclasses import replace
-
-    from move_stage import QUICK
-
     stage = await idle_stage(2, limits=replace(QUICK, prefixes_s=0.2))
     never = asyncio.Event()
     stage.nodes[1].client.before("pull", never.wait)
@@ -114,10 +112,80 @@ async def test_an_answer_that_is_lost_costs_nothing(idle_stage: Open) -> None:
     assert await next_call(stage) < 20
 
 
-async def test_small_prefixes_and_those_of_other_kinds_stay(idle_stage: Open) -> None:
-    stage = await idle_stage(2, config=ScriptedConfig(migration="ticket"))
+@pytest.mark.parametrize("options", [{"config": ScriptedConfig(migration="replay")},
+                                     {"limits": replace(QUICK, min_tokens=10_000)}], ids=["replay", "small"])
+async def test_small_prefixes_and_those_of_engines_that_only_replay_stay(idle_stage: Open, options: dict[str, Any]) -> None:
+    stage = await idle_stage(2, **options)
     await stage.drain()
     assert stage.nodes[0].client.asked == []
+
+
+# ---------------------------------------------------------------- engines that move by ticket
+
+TICKET = ScriptedConfig(migration="ticket")
+
+
+async def test_a_prefix_whose_ticket_a_call_for_one_token_shows_is_found_by_the_next_call(idle_stage: Open) -> None:
+    stage = await idle_stage(3, config=TICKET)
+    source, _, destination = stage.nodes
+    assert await stage.drain() == (0, 0)
+    assert source.client.asked.count("freeze") == 2 and "open_export" not in source.client.asked
+    assert [(a.max_tokens, a.num_emitted, a.namespace) for a in destination.client.attempts] == [(1, 0, "x"), (1, 0, "y")]
+    assert stage.router.counts.num_prefixes_moved == 2
+    assert stage.outputs["x"].cell == 0 and len(stage.heard["x"]) == 60, "nobody hears the token"
+    assert await next_call(stage) < 20
+    assert stage.outputs["x"].cell == 2
+    await stage.is_empty()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", ["freeze", "generate"])
+@pytest.mark.parametrize("victim", [0, 1], ids=["source", "destination"])
+async def test_such_a_prefix_is_given_up_when_a_side_dies(idle_stage: Open, step: str, when: str, victim: int) -> None:
+    stage = await idle_stage(2, config=TICKET)
+    getattr(stage.nodes[0 if step == "freeze" else 1].client, when)(step, stage.nodes[victim].kill)
+    assert await stage.drain() == (0, 0)
+    if victim == 0:
+        await next_call(stage)
+        assert stage.outputs["x"].cell == 1
+
+
+async def test_such_a_prefix_that_does_not_arrive_in_time_is_computed_again(idle_stage: Open) -> None:
+    stage = await idle_stage(2, config=TICKET, limits=replace(QUICK, prefixes_s=0.2))
+    never = asyncio.Event()
+    for number in (1, 2):
+        stage.nodes[1].client.before("generate", never.wait, number)
+    assert await stage.drain() == (0, 0)
+    assert stage.router.counts.num_prefixes_moved == 0
+    assert await next_call(stage) >= 400
+    await stage.is_empty()
+
+
+async def test_such_a_prefix_whose_kv_is_gone_is_not_said_to_have_moved(idle_stage: Open) -> None:
+    stage = await idle_stage(2, config=TICKET)
+
+    async def other_weights() -> None:
+        await stage.nodes[1].engine.load_weights(1, "c1", {})  # the ticket is for those before
+        await stage.nodes[1].engine.probe()
+
+    stage.nodes[1].client.before("generate", other_weights)
+    await stage.drain()
+    assert stage.router.counts.num_prefixes_moved == 0
+    await stage.is_empty()
+
+
+async def test_a_call_that_comes_meanwhile_waits_for_such_a_prefix_too(idle_stage: Open) -> None:
+    stage = await idle_stage(3, config=TICKET)
+    computed: list[asyncio.Task[int]] = []
+
+    async def ask() -> None:
+        computed.append(asyncio.create_task(next_call(stage)))
+        await asyncio.sleep(0)
+
+    stage.nodes[2].client.before("generate", ask)
+    await stage.drain()
+    assert await computed[0] < 20
+    assert stage.outputs["x"].cell == 2
 
 
 # ---------------------------------------------------------------- where to

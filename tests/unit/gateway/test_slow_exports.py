@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from gyre.rollout.engines.moving import ExportOf
 from gyre.rollout.engines.scripted import ScriptedConfig
 from move_stage import Stage
 
@@ -24,9 +25,9 @@ async def test_a_freeze_that_is_asked_again_while_it_is_carried_out_has_one_answ
 
     engine.export_ticket = slow  # type: ignore[method-assign]
     request_id = client.attempts[-1].request_id
-    first = asyncio.create_task(client.freeze("t", 0, request_id, 1, 5.0))
+    first = asyncio.create_task(client.freeze("t", 0, ExportOf(request_id), 1, 5.0))
     await has_begun.wait()
-    again = asyncio.create_task(client.freeze("t", 0, request_id, 1, 5.0))
+    again = asyncio.create_task(client.freeze("t", 0, ExportOf(request_id), 1, 5.0))
     dropped = asyncio.create_task(client.release(b"t", 5.0))
     for _ in range(50):
         await client.observe()

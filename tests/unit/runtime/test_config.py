@@ -170,3 +170,27 @@ def test_what_deepspeed_cannot_do_exactly_is_refused(path, compute_dtype, stage,
 def test_every_backend_has_a_stage_of_its_own(path):
     stages = [load_run(path, [f"training.backend={b}"]).training.stage for b in ("torch", "fsdp", "deepspeed")]
     assert stages == [0, 3, 2]
+
+
+@pytest.mark.parametrize("training, says", [
+    ("{backend='timed', timed_s_per_token=-1.0}", "training.timed_s_per_token = -1.0: must not be negative"),
+    ("{timed_update_s=2.0}", "training.timed_update_s = 2.0: the torch backend takes the time it needs; use 0"),
+    ("{backend='timed', ranks=2}", "training.ranks = 2: the timed backend computes nothing that could be shared; use 1"),
+    ("{backend='timed', zero_stage=1}", "training.zero_stage = 1: the timed backend has no such stage; leave it 0"),
+])
+def test_a_timed_trainer_is_refused_what_it_cannot_be(path, training, says):
+    with pytest.raises(ConfigError, match=says):
+        load_run(path, [f"training={training}"])
+
+
+def test_shared_memory_lies_below_the_cells_unless_a_place_is_given(tmp_path):
+    endpoint = '{listen = "h:1", address = "h:1"}'
+    lines = [*(f'{key} = "x"' for key in ("run", "nats_url", "state_dir", "cells_dir", "blobs", "log_dir", "checkpoint_dir",
+                                          "gateway_url")),
+             *(f"{key} = {endpoint}" for key in ("gateway", "scheduler", "rollout", "trajectory")),
+             *(f"{key} = [{endpoint}]" for key in ("engines", "trainers", "evaluators", "transfers"))]
+    path = tmp_path / "deployment.toml"
+    path.write_text("\n".join(lines))
+    assert load_deployment(path).regions_dir == f"{tmp_path}/x/transfer"
+    path.write_text("\n".join(["memory_dir = '/dev/shm/gyre'", *lines]))
+    assert load_deployment(path).regions_dir == "/dev/shm/gyre"

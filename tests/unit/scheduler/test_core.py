@@ -8,15 +8,11 @@ from gyre.runtime.config import TimeoutCalls
 from gyre.scheduler import core
 from gyre.scheduler.burst import train_group, train_task
 from gyre.scheduler.config import Plan
-from gyre.scheduler.schedules import Capacity, Colocate, Schedule, schedule_of
+from gyre.scheduler.schedules import Colocate, Schedule, schedule_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_world import play
+from small_world import PLAN, play
 
-PLAN = Plan(num_steps=3, seed=1, num_cells=2, steps_per_burst=1, num_outstanding=2, executions_per_group=2,
-            train_tasks=("train/a", "train/b", "train/c"), held_out_tasks=("held-out/x",), executions_per_held_out=1,
-            evaluate_at_start=True, evaluate_at_end=True, timeout_s=60, overall_timeout_s=120,
-            timeout_calls=TimeoutCalls(0.5, 2, 4), config_digest="d", groups_per_step=2, capacity=Capacity(4))
 ELASTIC = replace(PLAN, num_steps=6, num_cells=4, steps_per_burst=2, num_outstanding=6)  # phi = 1
 SETTINGS = {
     "colocate": PLAN, "elastic": ELASTIC, "async": ELASTIC, "async+streaming": ELASTIC,

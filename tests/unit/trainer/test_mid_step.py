@@ -330,3 +330,29 @@ async def test_a_cell_gives_its_devices_back_for_the_epoch_that_asks(tmp_path: P
             engine = DeviceLock(tmp_path / "cells", cell, "engine")
             assert engine.try_take(9)
             engine.give_back()
+
+
+class SilentCore(DirectCore):
+    """Answers no join: no step opens."""
+
+    async def join(self, cell: int, epoch: int, worker: str) -> Admission:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+async def test_a_satellite_that_waits_for_a_step_leaves_when_it_is_told_to(tmp_path: Path) -> None:
+    decoder = tiny_decoder()
+    save_checkpoint(tmp_path / "policy", decoder.config, decoder.state_dict())
+    run = Cluster(tmp_path, peer=SilentCore())
+    run.start(1)
+    run.ledgers[1].hear(burst(0, 0, STEPS), *to_train(1, 2))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not run.locks[1].held:
+                await SystemClock().sleep(0.005)
+            run.ledgers[1].hear(assign(1, 9, "rollout"))
+            while not run.ledgers[1].said(CellTrainReleased):
+                await SystemClock().sleep(0.005)
+        assert not run.locks[1].held
+    finally:
+        await run.kill(1)

@@ -17,7 +17,7 @@ from gyre.transfer import (
     backends_of,
 )
 from gyre.transfer.landing import MAX_QUARANTINED
-from gyre.transfer.nixl import NixlBackend, chunks
+from gyre.transfer.nixl import MAX_IN_FLIGHT, NixlBackend, Piece, chunks, merged
 from gyre.transfer.nixl_agent import installed
 from nixl_fakes import FakeFabric
 
@@ -77,6 +77,25 @@ def test_pieces_cover_every_byte_once_and_fill_the_transfers(owner: Transfer) ->
     assert [p.num_bytes for chunk in made for p in chunk] == [10, 6, 16, 3, 1]
 
 
+def test_neighbours_are_one_transfer() -> None:
+    pieces = [Piece(at, 4, memoryview(bytearray(4))) for at in (100, 104, 96, 100, 104, 300)]
+    assert list(merged(pieces)) == [(100, 8), (96, 12), (300, 4)]
+
+
+def test_what_arrived_is_looked_at_while_the_next_transfer_flies(
+    fabric: FakeFabric, owner: Transfer, reader: NixlBackend
+) -> None:
+    descriptor = described(owner)
+    into = {"g": np.zeros(SIZE, np.float32)}
+    assert np.all(read(reader, descriptor) == 7.0)
+    fabric.posted.clear()
+    arrivals = reader._stream(descriptor, chunks(descriptor, into, 4096), 30.0, lambda: 0.0)
+    next(arrivals)
+    assert len(fabric.posted) == MAX_IN_FLIGHT
+    arrivals.close()
+    assert all(handle.released for handle in fabric.posted) and reader.num_quarantined == 0
+
+
 def test_a_deadline_sets_the_buffer_aside_until_the_transfer_has_ended(
     fabric: FakeFabric, owner: Transfer, reader: NixlBackend
 ) -> None:
@@ -86,12 +105,12 @@ def test_a_deadline_sets_the_buffer_aside_until_the_transfer_has_ended(
     with pytest.raises(DeadlineExceeded, match="before its deadline"):
         reader.copy_out(descriptor, into, 30.0, Time())
     late = fabric.posted[-1]
-    assert not late.released and reader.num_quarantined == 1
+    assert not late.released and reader.num_quarantined == MAX_IN_FLIGHT
     fabric.behaviour = "done"
     again = read(reader, described(owner, 9.0))
     late.land()
     assert np.all(again == 9.0) and np.all(into["g"] == 0.0), "what lands late reaches nobody's array"
-    assert not late.released and reader.num_quarantined == 1
+    assert not late.released and reader.num_quarantined == MAX_IN_FLIGHT
 
 
 def test_a_buffer_comes_back_when_its_late_transfer_is_done(

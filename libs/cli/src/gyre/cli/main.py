@@ -15,6 +15,8 @@ import typer
 from gyre.cli import plan
 from gyre.cli.prepare import baselines, prepare
 from gyre.cli.run_dir import RunDir, command_line, create, find_running, open_existing, read_pids, resolve_paths
+from gyre.cli.simulate_command import simulate
+from gyre.cli.trace_command import trace
 from gyre.cli.tree_command import tree_app
 from gyre.contracts.errors import ConfigError, GyreError
 from gyre.runtime.config import RunConfig, load_run
@@ -23,6 +25,8 @@ from rich.console import Console
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Train LLM agents by reinforcement learning on live harness executions.")
 app.add_typer(tree_app, name="tree")
+app.command()(trace)
+app.command()(simulate)
 console = Console(highlight=False, soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="the run's configuration (TOML)")]

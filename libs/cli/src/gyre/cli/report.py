@@ -22,7 +22,7 @@ from gyre.cli.markup import Html, el, join, table
 from gyre.cli.metrics import Estimate, estimate, mean_reward, moving_mean, paired_gain
 from gyre.cli.report_cases import Sources, held_out_case, timed_out_case
 from gyre.cli.report_trees import trees_section
-from gyre.cli.views import Evaluation, cell_timelines, waterlevels
+from gyre.cli.views import Evaluation, cell_timelines, joins, steps, waterlevels
 from gyre.contracts import events as e
 from gyre.runtime.config import RunConfig
 from gyre.runtime.settings import to_toml
@@ -207,7 +207,21 @@ def _cells(ledger: RunLedger) -> Html:
     rollout, train, move = (100 * length / total for length in lengths.values())
     shares = (f"Cells spent {rollout:.0f} % of their time in rollout, {train:.0f} % in training and {move:.1f} % in "
               "transition.")
-    return join((el("h2", "Cells over time"), el("p", shares), whole, close))
+    return join((el("h2", "Cells over time"), el("p", shares), el("p", _who_computed(ledger)), whole, close))
+
+
+def _who_computed(ledger: RunLedger) -> str:
+    """How the cells shared the steps, and who came to a step that was running."""
+    by_step = [step.finished.micro_steps_by_cell for step in steps(ledger)]
+    totals: Counter[str] = Counter()
+    for cells in by_step:
+        totals.update(cells)
+    shares = ", ".join(f"cell {cell} {num:,}" for cell, num in sorted(totals.items(), key=lambda item: int(item[0])))
+    several = sum(len(cells) > 1 for cells in by_step)
+    came = joins(ledger)
+    early = sum(j.num_live > 0 for j in came)
+    return (f"Micro-steps computed: {shares or 'none'}; in {several} of {len(by_step)} steps by more than one cell. "
+            f"Satellites joined a running step {len(came)} times, {early} of them while executions of the run were unfinished.")
 
 
 def _middle_burst(ledger: RunLedger, begin: int) -> tuple[float, float] | None:

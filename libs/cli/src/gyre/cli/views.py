@@ -1,5 +1,6 @@
 """What the facts of a run show: executions, evaluations, steps, cells and waterlevel, each derived by a pure function."""
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -172,6 +173,24 @@ class Bar:
     start_s: float
     end_s: float
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A satellite took part in a step that was not finished: in second `time_s`, with `num_live` executions unfinished."""
+
+    step: int
+    cell: int
+    time_s: float
+    num_live: int
+
+
+def joins(log: FactLog) -> tuple[Join, ...]:
+    """Every satellite that came to a running step, in order of time."""
+    level = waterlevels(log)
+    ends = {s.fact.step: s.time_s for s in log.all(e.StepFinished).values()}
+    said = [j for j in log.all(e.CellTrainJoined).values() if j.fact.cell != 0 and j.time_s < ends.get(j.fact.step, -math.inf)]
+    return tuple(Join(j.fact.step, j.fact.cell, j.time_s, level_at(level, j.time_s)) for j in said)
 
 
 def cell_timelines(log: FactLog) -> dict[int, tuple[Bar, ...]]:

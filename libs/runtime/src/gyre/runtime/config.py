@@ -13,42 +13,11 @@ from typing import Literal
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.events import RoleClass
 from gyre.contracts.ids import check_id
+from gyre.runtime.cells import CellsConfig, check_cells
 from gyre.runtime.engines import check_engine
 from gyre.runtime.losses import LossConfig, check_loss
 from gyre.runtime.settings import apply_overrides, parse, read_toml, to_toml
 from gyre.runtime.training import TrainingConfig, check_training
-
-
-@dataclass(frozen=True, slots=True)
-class CellsConfig:
-    """The cells: equal sets of accelerators that switch role."""
-
-    count: int = 2  # K
-    schedule: str = "colocate"  # how cells and steps are arranged in time
-    standalone: int = 0  # rollout cells that never train, beside the others
-    training: int = 0  # cells that train under `async`; 0: half of them
-    executions_per_cell: int = 0  # that one cell serves at full speed; 0: engine.max_running
-    transition_timeout_s: float = 600.0  # a cell that has not confirmed its role by then is counted out
-    nodes_per_cell: int = 1
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    device: str = "auto"  # auto | cpu | cuda
-
-    @property
-    def num_training(self) -> int:
-        """Cells that train under `async`."""
-        return self.training or self.count // 2
-
-    @property
-    def num_engines(self) -> int:
-        """Cells that can roll out: all of them."""
-        return self.count + self.standalone
-
-    @property
-    def streams(self) -> bool:
-        """Whether a step is worked on before its last group has joined it."""
-        return self.schedule in ("elastic", "rollpacker") or self.schedule.endswith("+streaming")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +192,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """OpenTelemetry: to OTLP when an endpoint is given, to a local file otherwise."""
+    """OpenTelemetry: to OTLP when an endpoint is given, to a local file otherwise. Role transitions: to the file always."""
 
     otlp_endpoint: str = ""
     trace_calls: bool = False  # also a span per model call
@@ -282,8 +251,14 @@ class Deployment:
     evaluators: tuple[Endpoint, ...]
     transfers: tuple[Endpoint, ...]  # the trainer workers' transfer servers
     transfer: Literal["auto", "shared_memory", "tcp", "nixl"] = "auto"  # how weights and gradients are read
+    memory_dir: str = ""  # memory shared on one machine; on a tmpfs nothing of it is written back; empty: below cells_dir
     allow_unsandboxed: bool = False
     durability: Literal["power", "process"] = "power"  # what a commit survives
+
+    @property
+    def regions_dir(self) -> str:
+        """Where registered memory is mapped."""
+        return self.memory_dir or f"{self.cells_dir}/transfer"
 
 
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -291,8 +266,6 @@ NOT_BUILT = {
     "cells.tensor_parallel": "tensor parallelism", "cells.context_parallel": "context parallelism",
     "cells.expert_parallel": "expert parallelism", "cells.nodes_per_cell": "several nodes in a cell",
 }
-SCHEDULES = ("elastic", "async", "async+streaming", "colocate", "colocate+standalone", "colocate+standalone+streaming",
-             "rollpacker")
 
 
 def load_run(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -310,9 +283,9 @@ def load_run(path: Path, overrides: list[str] | None = None) -> RunConfig:
 def load_deployment(path: Path) -> Deployment:
     """Read a deployment; relative paths are resolved against its directory. Raises ConfigError."""
     tables = read_toml(path)
-    for key in ("state_dir", "cells_dir", "log_dir", "checkpoint_dir", "blobs"):
+    for key in ("state_dir", "cells_dir", "memory_dir", "log_dir", "checkpoint_dir", "blobs"):
         value = tables.get(key)
-        if isinstance(value, str) and "://" not in value:
+        if isinstance(value, str) and value and "://" not in value:
             tables[key] = str((path.parent / value).resolve())
     deployment = parse(tables, Deployment, str(path))
     check_id(deployment.run, "run")
@@ -367,34 +340,10 @@ def _check_not_built(config: RunConfig) -> None:
     if config.policy.lora_rank:
         raise ConfigError(f"policy.lora_rank = {config.policy.lora_rank}: LoRA is not built yet; use 0")
     check_engine(config)
-    _check_schedule(config.cells, config.burst)
+    check_cells(config.cells, config.burst.phi)
     if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
         raise ConfigError(f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}: training on a truncated "
                           "distribution is not built yet; use top_p = 1.0 and top_k = 0")
-
-
-def _check_schedule(cells: CellsConfig, burst: BurstConfig) -> None:
-    """Whether the schedule has the cells and the bursts it needs. Raises ConfigError."""
-    name = cells.schedule
-    if name not in SCHEDULES:
-        raise ConfigError(f"cells.schedule = {name!r}: unknown; use {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}")
-    if burst.phi and name in ("colocate", "rollpacker"):
-        raise ConfigError(f"burst.phi = {burst.phi}: {name} carries nothing over a burst; use 0")
-    for key in ("standalone", "training", "executions_per_cell"):
-        if getattr(cells, key) < 0:
-            raise ConfigError(f"cells.{key} = {getattr(cells, key)}: must not be negative")
-    if cells.transition_timeout_s <= 0:
-        raise ConfigError(f"cells.transition_timeout_s = {cells.transition_timeout_s}: must be greater than 0")
-    if "standalone" in name and cells.standalone == 0:
-        raise ConfigError(f"cells.standalone = 0: {name} needs at least one cell that never trains")
-    if name in ("colocate", "rollpacker") and cells.standalone:
-        raise ConfigError(f"cells.standalone = {cells.standalone}: {name} has none; use 0, or another cells.schedule")
-    if not name.startswith("async"):
-        if cells.training:
-            raise ConfigError(f"cells.training = {cells.training}: only async divides the cells; use 0")
-    elif cells.num_training >= cells.count + cells.standalone or cells.num_training > cells.count or cells.num_training < 1:
-        raise ConfigError(f"cells.training = {cells.training}: of {cells.count} cells and {cells.standalone} standalone ones "
-                          "at least one has to train and one to roll out")
 
 
 def config_digest(config: RunConfig) -> str:

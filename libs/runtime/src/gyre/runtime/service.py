@@ -30,6 +30,7 @@ from gyre.runtime.bus import Bus, Received
 from gyre.runtime.clock import Clock
 from gyre.runtime.effects import Core, Effect, KeepingCore, Kept, Publish, Tick, WriteBlob
 from gyre.runtime.store import Commit, JournalRow, OutboxRow, Store
+from gyre.runtime.transition_traces import leads_to_transition
 
 log = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -61,7 +62,17 @@ class _Item:
     received: Received | None = None
     event: Any = None
     trace: dict[str, str] = field(default_factory=dict)
+    posted_ns: int = field(default_factory=time.time_ns)
     done: asyncio.Future[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """Why the core is stepped: the trace context of it, since when it waits for that, and who said it if it was a fact."""
+
+    trace: Mapping[str, str]
+    since_ns: int
+    source: str = ""
 
 
 class Service(Generic[S]):
@@ -82,6 +93,7 @@ class Service(Generic[S]):
         self._failure: BaseException | None = None
         self._applied: dict[str, int] = {}
         self._careful = 0
+        self._handling: list[telemetry.Span] = []  # of the turn: what was taken is handled once its effects are performed
 
     # ------------------------------------------------------------ outside
 
@@ -155,6 +167,8 @@ class Service(Generic[S]):
             if item.done is not None and not item.done.done():
                 item.done.set_result(None)
         await self._perform_all(outstanding)
+        while self._handling:
+            self._handling.pop().end()
         for item in turn:
             if item.received is not None:
                 await item.received.ack()
@@ -166,7 +180,7 @@ class Service(Generic[S]):
         now = self.clock.now()
         if item.received is None:
             row = JournalRow(type(item.event).__name__, now, codec.pack(item.event))
-            return self._apply(item.event, row, item.trace, commit)
+            return self._apply(item.event, row, _Cause(item.trace, item.posted_ns), commit)
         received = item.received
         if received.sequence <= self._applied.get(received.stream, 0):
             return []
@@ -177,7 +191,8 @@ class Service(Generic[S]):
         except ContractError as error:
             self._dead_letter(received, error, commit)
             return []
-        return self._apply(fact, JournalRow(MESSAGE, now, received.data), envelope.trace, commit)
+        cause = _Cause(envelope.trace, envelope.time, envelope.source)
+        return self._apply(fact, JournalRow(MESSAGE, now, received.data), cause, commit)
 
     def _refuse_what_kills(self, received: Received) -> None:
         """After a crash, note each message before it is stepped; one that was noted too often is poison."""
@@ -186,15 +201,32 @@ class Service(Generic[S]):
             if num_tries > MAX_TRIES:
                 raise ContractError(f"crashed its consumer {MAX_TRIES} times")
 
-    def _apply(self, event: Any, row: JournalRow, trace: Mapping[str, str],
+    def _apply(self, event: Any, row: JournalRow, cause: _Cause,
                commit: Commit) -> list[tuple[Effect, dict[str, str]]]:
-        traced = "traceparent" in trace
-        around = telemetry.span(f"process {type(event).__name__}", trace) if traced else contextlib.nullcontext()
-        with around as span:
-            context = telemetry.context_of(span) if span is not None else dict(trace)
-            self.state, effects = self.core.step(self.state, event, row.now)
+        began_ns = time.time_ns()
+        self.state, effects = self.core.step(self.state, event, row.now)
         commit.journal.append(row)
+        if "traceparent" not in cause.trace:
+            context = dict(cause.trace)
+        elif not leads_to_transition(cause.trace):
+            context = telemetry.context_of(self._begin_handling(event, cause.trace, began_ns))
+        elif effects:  # most services read the facts of all cells and act on few
+            context = self._note_transition(event, cause, began_ns)
+        else:
+            context = {}
         return [(e, context) for e in effects if not self._persist(e, context, commit)]
+
+    def _note_transition(self, event: Any, cause: _Cause, began_ns: int) -> dict[str, str]:
+        """No moment of a transition is without a span: its waiting for this loop is one, beside that of the handling."""
+        if not cause.source:
+            return telemetry.context_of(self._begin_handling(event, cause.trace, cause.since_ns))
+        telemetry.note("gyre.fact.delivery", cause.trace, cause.since_ns, began_ns, gyre__fact=type(event).__name__,
+                       gyre__source=cause.source)
+        return telemetry.context_of(self._begin_handling(event, cause.trace, began_ns))
+
+    def _begin_handling(self, event: Any, trace: Mapping[str, str], start_ns: int) -> telemetry.Span:
+        self._handling.append(telemetry.start(f"process {type(event).__name__}", trace, start_ns))
+        return self._handling[-1]
 
     def _persist(self, effect: Effect, trace: Mapping[str, str], commit: Commit) -> bool:
         """Whether the effect was one of the runtime's own, done here or left to the outbox."""

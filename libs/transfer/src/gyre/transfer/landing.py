@@ -21,8 +21,8 @@ from gyre.transfer.nixl_agent import MEMORY, NixlApi
 
 log = logging.getLogger(__name__)
 
-LANDING_BYTES = 32 << 20
-MAX_QUARANTINED = 4
+LANDING_BYTES = 16 << 20
+MAX_QUARANTINED = 8
 CLOSE_POLLS = 100
 CLOSE_PAUSE_S = 0.01
 

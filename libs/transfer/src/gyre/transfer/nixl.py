@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from gyre.transfer.region import HEADER_BYTES, USED_HEADER_BYTES, Region, read_h
 from gyre.transfer.rows import ROWS, RowRead, Span
 
 FIRST_PAUSE_S = 0.0001
-LONGEST_PAUSE_S = 0.002
+LONGEST_PAUSE_S = 0.001
+MAX_IN_FLIGHT = 2  # transfers of one read: one flies while the one before it is copied out and looked at
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class Piece:
     offset: int
     num_bytes: int
     target: memoryview
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A transfer of `pieces` into a landing buffer, and the state that posting it reported."""
+
+    pieces: list[Piece]
+    landing: Landing
+    handle: Any
+    state: str
 
 
 class NixlBackend:
@@ -89,8 +101,8 @@ class NixlBackend:
         check_deadline(deadline, clock(), descriptor.region)
         self._load(descriptor)
         self._require(descriptor, deadline, clock)
-        for chunk in chunks(descriptor, into, self._landing_bytes):
-            self._fetch(descriptor, chunk, deadline, clock)
+        for _ in self._stream(descriptor, chunks(descriptor, into, self._landing_bytes), deadline, clock):
+            pass
         try:
             self._require(descriptor, deadline, clock)
         except DeadlineExceeded:
@@ -102,14 +114,18 @@ class NixlBackend:
         await in_thread(lambda clock: wanted.fill(self.arrivals(wanted, deadline, clock)))
 
     def arrivals(self, wanted: RowRead, deadline: float, clock: Clock) -> Iterator[Span]:
-        """Fetch the rows, as many in one transfer as a landing buffer holds, between two looks at the header."""
+        """Fetch the rows, as many in one transfer as a landing buffer holds, between two looks at the header. What has
+        arrived is looked at while the next transfer flies."""
         descriptor = wanted.descriptor
         check_deadline(deadline, clock(), descriptor.region)
         self._load(descriptor)
         self._require(descriptor, deadline, clock)
-        for chunk in packed(row_pieces(wanted), self._landing_bytes):
-            self._fetch(descriptor, chunk, deadline, clock)
-        yield 0, len(wanted.rows)
+        first = num_bytes = 0
+        for arrived in self._stream(descriptor, packed(row_pieces(wanted), self._landing_bytes), deadline, clock):
+            num_bytes += arrived
+            stop = num_bytes // wanted.row_bytes
+            yield first, stop
+            first = stop
         self._require(descriptor, deadline, clock)
 
     @property
@@ -161,34 +177,66 @@ class NixlBackend:
 
     def _fetch(self, descriptor: RegionDescriptor, pieces: list[Piece], deadline: float, clock: Clock) -> None:
         """One transfer of `pieces` into a landing buffer, and from there to their targets."""
+        self._land(descriptor, self._post(descriptor, pieces, deadline, clock), deadline, clock)
+
+    def _stream(
+        self, descriptor: RegionDescriptor, transfers: Iterable[list[Piece]], deadline: float, clock: Clock
+    ) -> Iterator[int]:
+        """Carry out transfers in order, the next one under way while one is copied out; yields the bytes of each."""
+        flying: deque[Flight] = deque()
+        try:
+            for pieces in transfers:
+                flying.append(self._post(descriptor, pieces, deadline, clock))
+                if len(flying) == MAX_IN_FLIGHT:
+                    yield self._land(descriptor, flying.popleft(), deadline, clock)
+            while flying:
+                yield self._land(descriptor, flying.popleft(), deadline, clock)
+        finally:
+            for flight in flying:
+                self._give_up(flight)
+
+    def _post(self, descriptor: RegionDescriptor, pieces: list[Piece], deadline: float, clock: Clock) -> Flight:
         check_deadline(deadline, clock(), descriptor.region)
         with self._lock:
             api, pool = self._opened()
             landing = pool.take()
             handle = self._prepare(api, pool, descriptor, pieces, landing)
-            state = _guarded(api, api.agent.transfer, handle)
-        state = self._wait(api, handle, state, deadline, clock)
+            return Flight(pieces, landing, handle, _guarded(api, api.agent.transfer, handle))
+
+    def _land(self, descriptor: RegionDescriptor, flight: Flight, deadline: float, clock: Clock) -> int:
+        """Wait until it has ended and copy it to its targets; returns its bytes."""
+        api, pool = self._opened()
+        state = self._wait(api, flight.handle, flight.state, deadline, clock)
+        at = 0
         if state == "DONE":
-            at = 0
-            for piece in pieces:
-                piece.target[:] = memoryview(landing.memory)[at : at + piece.num_bytes]
+            arrived = memoryview(flight.landing.memory)
+            for piece in flight.pieces:
+                piece.target[:] = arrived[at : at + piece.num_bytes]
                 at += piece.num_bytes
         with self._lock:
-            _conclude(api, pool, landing, handle, state)
+            _conclude(api, pool, flight.landing, flight.handle, state)
         if state == "PROC":
             raise DeadlineExceeded(f"reading region {descriptor.region!r} over nixl did not end before its deadline")
         if state != "DONE":
             raise RegionUnknown(f"region {descriptor.region!r}: the transfer over nixl failed: {state}")
+        return at
+
+    def _give_up(self, flight: Flight) -> None:
+        """Nobody waits for it any more; its buffer is used again only once it has ended."""
+        with self._lock:
+            api, pool = self._opened()
+            state = flight.state if flight.state != "PROC" else _guarded(api, api.agent.check_xfer_state, flight.handle)
+            _conclude(api, pool, flight.landing, flight.handle, state)
 
     def _prepare(
         self, api: NixlApi, pool: LandingPool, descriptor: RegionDescriptor, pieces: list[Piece], landing: Landing
     ) -> Any:
         target = _target(descriptor)
         local, remote, at = [], [], landing.address
-        for piece in pieces:
-            local.append((at, piece.num_bytes, 0))
-            remote.append((target.address + piece.offset, piece.num_bytes, 0))
-            at += piece.num_bytes
+        for offset, num_bytes in merged(pieces):
+            local.append((at, num_bytes, 0))
+            remote.append((target.address + offset, num_bytes, 0))
+            at += num_bytes
         try:
             here, there = api.agent.get_xfer_descs(local, MEMORY), api.agent.get_xfer_descs(remote, MEMORY)
             return api.agent.initialize_xfer("READ", here, there, target.agent)
@@ -241,6 +289,19 @@ def packed(pieces: Iterable[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
                 chunk, room = [], chunk_bytes
     if chunk:
         yield chunk
+
+
+def merged(pieces: Iterable[Piece]) -> Iterator[tuple[int, int]]:
+    """(offset, number of bytes) of what the pieces want, neighbours as one: each costs a transfer of its own."""
+    start = stop = 0
+    for piece in pieces:
+        if piece.offset != stop:
+            if stop > start:
+                yield start, stop - start
+            start = piece.offset
+        stop = piece.offset + piece.num_bytes
+    if stop > start:
+        yield start, stop - start
 
 
 def _guarded(api: NixlApi, call: Callable[[Any], str], handle: Any) -> str:

@@ -53,11 +53,11 @@ def train_released(cell: Cell, fact: CellTrainReleased) -> Cell:
 def target(cell: Cell, weights: WeightsPublished | None) -> SettleCell | None:
     """What the cell's engine should be doing; None while its trainer is still on the devices."""
     if cell.role == "train":
-        return SettleCell(cell.cell, cell.epoch, serve=False)
+        return SettleCell(cell.cell, cell.epoch, serve=False, is_confirmed=cell.released_epoch == cell.epoch)
     if cell.has_trained and cell.train_released < cell.epoch:
         return None
     usable = weights if weights is not None and weights.version >= cell.version else None
-    return SettleCell(cell.cell, cell.epoch, serve=True, weights=usable)
+    return SettleCell(cell.cell, cell.epoch, serve=True, weights=usable, is_confirmed=cell.ready_epoch == cell.epoch)
 
 
 def asleep(cell: Cell, event: EngineAsleep) -> tuple[Cell, CellRolloutReleased | None]:

@@ -110,6 +110,9 @@ class Drain:
         for engine in self._routes.destinations(call.job.execution, call.max_tokens())[:1]:
             call.go_on(call.number, [Route(engine, reason=reason)])
         call.cut(reason)
+        with telemetry.span("gyre.kv.migrate", gyre__execution=call.job.execution, gyre__outcome="replayed",
+                            gyre__reason=reason, gyre__tokens=call.num_tokens()):
+            pass
 
     async def _carry(self, call: LiveCall, trip: _Trip, left: _Left) -> str:
         """Move a call. Returns why it did not arrive at the destination, in one word; empty if it did."""
@@ -173,7 +176,7 @@ class Drain:
         """Move what is cached of an execution that waits on a tool; its next call then finds it there."""
         held = self._routes.num_held(execution, source.cell)
         found = self._destination(execution, held, held, source, set())
-        if not isinstance(found, str) and source.said.migration == "staged":
+        if not isinstance(found, str):
             trip = self._trip(ExportOf(namespace=execution), execution, epoch, source, found)
             await self._bounded(trip, held, self._carry_prefix(execution, trip))
 

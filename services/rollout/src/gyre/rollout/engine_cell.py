@@ -14,6 +14,7 @@ from dataclasses import replace
 from gyre.contracts.errors import EngineError
 from gyre.rollout.engines.base import Engine, LoadReport, ProbeResult
 from gyre.rollout.engines.weights import WeightsLoader, WeightsSource
+from gyre.runtime import telemetry
 from gyre.runtime.devices import DeviceLock
 
 DEVICE_POLL_S = 0.05
@@ -69,10 +70,12 @@ class EngineCell:
         async with self._one_at_a_time:
             self._fence(epoch, "engine")
             if not self.awake:
-                await self._take_devices(epoch)
+                with telemetry.span("gyre.engine.devices"):
+                    await self._take_devices(epoch)
             elif not self._lock.try_take(epoch):
                 raise StaleEpoch(f"epoch {epoch}: the cell is at epoch {self.epoch}")
-            await self.engine.wake()
+            with telemetry.span("gyre.engine.restore"):
+                await self.engine.wake()
             return await self._serve(source)
 
     async def load_weights(self, source: WeightsSource) -> ProbeResult:
@@ -109,14 +112,20 @@ class EngineCell:
         if self._loaded == wanted and self.engine.load_report().admitting:
             return ProbeResult(*wanted, ok=True)
         if self._loaded != wanted:
-            state = await self._loader.fetch(source)
-            await self.engine.load_weights(source.version, source.checksum, state)
+            with telemetry.span("gyre.weights.pull", gyre__weights__version=source.version) as span:
+                state = await self._loader.fetch(source)
+                span.set_attribute("gyre.bytes", sum(tensor.nbytes for tensor in state.values()))
+            with telemetry.span("gyre.weights.verify", gyre__weights__checksum=source.checksum):
+                await self.engine.load_weights(source.version, source.checksum, state)
             self._loaded = wanted
-        probe = await self.engine.probe()
+        with telemetry.span("gyre.engine.probe") as span:
+            probe = await self.engine.probe()
+            span.set_attribute("gyre.outcome", "ok" if probe.ok else probe.detail)
         if not probe.ok:
             self._loaded = None  # whoever asks again gets them fetched again
             raise EngineError(f"weights {source.version} fail the probe: {probe.detail}")
-        self.engine.resume()
+        with telemetry.span("gyre.engine.admit"):
+            self.engine.resume()
         return probe
 
     def _fence(self, epoch: int, holder: str) -> None:

@@ -99,9 +99,10 @@ class GrpcEngine:
         request = pb.ReadStageRequest(ticket=ticket, first_block=first_block)
         return stage_of(await _moving(self._stub.ReadStage(request, timeout=timeout_s)))
 
-    async def freeze(self, ticket: str, first_block: int, request_id: str, epoch: int, timeout_s: float) -> Frozen:
+    async def freeze(self, ticket: str, first_block: int, what: ExportOf, epoch: int, timeout_s: float) -> Frozen:
         """See `EnginePeer`."""
-        request = pb.FreezeRequest(ticket=ticket, first_block=first_block, request_id=request_id, epoch=epoch)
+        request = pb.FreezeRequest(ticket=ticket, first_block=first_block, request_id=what.request_id,
+                                   namespace=what.namespace, epoch=epoch)
         return frozen_of(await _moving(self._stub.Freeze(request, timeout=timeout_s)))
 
     async def reserve(self, reservation: Reservation, timeout_s: float) -> None:

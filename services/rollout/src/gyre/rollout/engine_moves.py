@@ -7,6 +7,7 @@ when the caller goes away meanwhile: it will ask again or release the ticket, an
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ from gyre.rollout.engine_wire import (
 )
 from gyre.rollout.engines.moving import ExportOf, Frozen, Mover, MoveRefused, TicketUnknown
 
+log = logging.getLogger(__name__)
+
 MAX_REMEMBERED = 1024  # tickets of engines of kind `ticket` whose freeze may be asked again
 
 Context = grpc.aio.ServicerContext
@@ -39,8 +42,8 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
 
     def __init__(self, cell: EngineCell) -> None:
         self._cell = cell
-        self._opaque: OrderedDict[str, bytes] = OrderedDict()
-        self._exporting: dict[str, asyncio.Task[bytes]] = {}
+        self._opaque: OrderedDict[str, Frozen] = OrderedDict()
+        self._exporting: dict[str, asyncio.Task[Frozen]] = {}
         self._working: set[asyncio.Task[Any]] = set()
 
     async def OpenExport(self, request: pb.OpenExportRequest, context: Context) -> pb.Offer:
@@ -82,6 +85,11 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
     async def ReleaseTicket(self, request: pb.ReleaseTicketRequest, context: Context) -> pb.ReleaseTicketResponse:
         return pb.ReleaseTicketResponse(found=await self._done(context, self._release(request.ticket)))
 
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._working.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("a step of a move: %s", error)  # whoever asked was told, or is gone
+
     async def _staged(self, ask: Callable[[Mover], Awaitable[Result]]) -> Result:
         mover = self._cell.engine.mover
         if mover is None:
@@ -94,22 +102,29 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
         if mover is not None:
             return await mover.freeze(request.ticket, request.first_block)
         if request.ticket in self._opaque:
-            return opaque_frozen(self._opaque[request.ticket])
+            return self._opaque[request.ticket]
         exporting = self._exporting.get(request.ticket)
         if exporting is None:
-            exporting = asyncio.get_running_loop().create_task(self._export(request.ticket, request.request_id))
+            exporting = asyncio.get_running_loop().create_task(self._export(request))
             self._exporting[request.ticket] = exporting
-        return opaque_frozen(await asyncio.shield(exporting))
+        return await asyncio.shield(exporting)
 
-    async def _export(self, ticket: str, request_id: str) -> bytes:
-        """Ends a request for a ticket that is remembered from then on; whoever asks meanwhile waits for this one."""
+    async def _export(self, request: pb.FreezeRequest) -> Frozen:
+        """Ends a request, or takes a prefix, for a ticket that is remembered from then on; whoever asks meanwhile waits for
+        this one."""
+        engine = self._cell.engine
         try:
-            self._opaque[ticket] = opaque = await self._cell.engine.export_ticket(request_id)
+            if request.request_id:
+                frozen = opaque_frozen(await engine.export_ticket(request.request_id))
+            else:
+                prefix = await engine.export_prefix(request.namespace)
+                frozen = opaque_frozen(prefix.ticket, prefix.ids)
+            self._opaque[request.ticket] = frozen
         finally:
-            del self._exporting[ticket]
+            del self._exporting[request.ticket]
         while len(self._opaque) > MAX_REMEMBERED:
             self._opaque.popitem(last=False)
-        return opaque
+        return frozen
 
     async def _release(self, ticket: bytes) -> bool:
         """The name of a ticket, or of an engine of kind `ticket` also the ticket itself."""
@@ -119,15 +134,15 @@ class EngineMoves(pb_grpc.EngineServiceServicer):
             return await mover.release(name)
         if name in self._exporting:
             await asyncio.wait([self._exporting[name]])
-        opaque = self._opaque.pop(name, None)
-        await self._cell.engine.release_ticket(ticket if opaque is None else opaque)
-        return opaque is not None
+        frozen = self._opaque.pop(name, None)
+        await self._cell.engine.release_ticket(ticket if frozen is None else frozen.opaque)
+        return frozen is not None
 
     async def _done(self, context: Context, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which goes on if the caller does not wait for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._working.add(task)
-        task.add_done_callback(self._working.discard)
+        task.add_done_callback(self._ended)
         try:
             return await asyncio.shield(task)
         except TicketUnknown as error:

@@ -32,7 +32,7 @@ async def serve_engine(process: Process) -> None:
         built = build(_site(process, transfer, cell))
         engine = built.engine
         held = EngineCell(engine, DeviceLock(Path(process.deployment.cells_dir), cell, "engine"), built.loader)
-        service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: _status(process, held, built.choice))
+        service = EngineRpc(held, process.config.engine.flush_ms / 1000, lambda: status_of(process, held, built.choice))
         listen = process.deployment.engines[cell].listen
         server = rpc.Server(listen, [(SERVICE, partial(pb_grpc.add_EngineServiceServicer_to_server, service))])
         await server.start()
@@ -58,7 +58,7 @@ def _transfer_config(process: Process, cell: int) -> TransferConfig:
     deployment = process.deployment
     endpoint = deployment.engines[cell]
     listen, advertised = (address.rpartition(":")[0].strip("[]") for address in (endpoint.listen, endpoint.address))
-    directory = Path(deployment.cells_dir) / "transfer"
+    directory = Path(deployment.regions_dir)
     return TransferConfig(process.name, directory, Address(listen, 0), advertised, backends_of(deployment.transfer))
 
 
@@ -69,7 +69,8 @@ async def _first_of(*events: asyncio.Event) -> None:
         wait.cancel()
 
 
-def _status(process: Process, held: EngineCell, choice: Choice) -> status_pb2.Status:
+def status_of(process: Process, held: EngineCell, choice: Choice) -> status_pb2.Status:
+    """What `gyre status` shows of it. The gauge `held` counts tickets whose KV waits for somebody to come for it."""
     report = held.load_report()
     state = "admitting" if report.admitting else ("asleep" if report.asleep else "not admitting")
     gauges = {

@@ -44,11 +44,12 @@ def frozen_of(message: pb.Frozen) -> Frozen:
                   message.digest, message.opaque)
 
 
-def opaque_frozen(opaque: bytes) -> Frozen:
-    """What an engine of kind `ticket` says of a request that it ended."""
+def opaque_frozen(opaque: bytes, known_ids: np.ndarray | None = None) -> Frozen:
+    """What an engine of kind `ticket` says of a request that it ended, or with `known_ids` of a prefix that it holds."""
     nothing = np.empty(0, np.int64)
     tail = Stage(0, nothing, (), np.empty(0, np.int32), nothing)
-    return Frozen(tail, 0, 0, np.empty(0, np.int32), b"", opaque)
+    known_ids = np.empty(0, np.int32) if known_ids is None else known_ids
+    return Frozen(tail, len(known_ids), len(known_ids), known_ids, b"", opaque)
 
 
 def reservation_message(reservation: Reservation) -> pb.ReserveRequest:

@@ -5,8 +5,10 @@ killed and came back, or a service that was, needs no special path.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from gyre.contracts.errors import EngineError
@@ -17,6 +19,7 @@ from gyre.rollout.local import EngineAsleep, EngineLost, EngineServing, SettleCe
 from gyre.rollout.router import Router
 from gyre.runtime import telemetry
 from gyre.runtime.clock import Clock
+from gyre.runtime.transition_traces import transition_id
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +55,20 @@ class Keeper:
         self._gone_since: float | None = None
         self._wanted: SettleCell | None = None
         self._trace: Mapping[str, str] = {}
+        self._since_ns = 0  # when what is wanted was, or when it was last tried
         self._said: tuple[int, int] | None = None  # (epoch, version) that was reported; version -1: asleep
         self._wake = asyncio.Event()
 
     def settle(self, wanted: SettleCell, trace: Mapping[str, str] | None = None) -> None:
         """This is what the cell's engine is to do from now on. Admission stops at once if it is to sleep.
 
-        `trace` is the context of the transition that wants it.
+        `trace` is the context of what wants it, if that is no transition.
         """
+        moves = wanted.epoch > 0 and not wanted.is_confirmed
+        if not moves or self._wanted is None or self._wanted.epoch != wanted.epoch:
+            self._since_ns = time.time_ns()
         self._wanted = wanted
-        self._trace = trace or {}
+        self._trace = telemetry.transition(self.cell, wanted.epoch) if moves else trace or {}
         if not wanted.serve:
             self._router.set_admitting(self.cell, False)
         self._wake.set()
@@ -69,17 +76,21 @@ class Keeper:
     async def run(self) -> None:
         """Compare and correct, for ever."""
         while True:
-            try:
-                await self.check()
-                self._gone_since = None
-            except EngineError as error:
-                log.info("cell %d: %s", self.cell, error)
-                self.observed = None
-                self._router.observe(self.cell, None)
-                if isinstance(error, EngineGone):
-                    self._router.set_admitting(self.cell, False)
-                    await self._miss(error)
+            await self.look()
             await self._pause()
+
+    async def look(self) -> None:
+        """One comparison; an engine that does not answer is closed, and after a while said to be lost."""
+        try:
+            await self.check()
+            self._gone_since = None
+        except EngineError as error:
+            log.info("cell %d: %s", self.cell, error)
+            self.observed = None
+            self._router.observe(self.cell, None)
+            if isinstance(error, EngineGone):
+                self._router.set_admitting(self.cell, False)
+                await self._miss(error)
 
     async def _miss(self, error: EngineGone) -> None:
         """Say that the engine is lost once it has been away for longer than its restart takes."""
@@ -116,14 +127,16 @@ class Keeper:
         if self._said == (wanted.epoch, -1) and observed.asleep:
             return
         num_moved = num_replayed = 0
-        with telemetry.span("gyre.engine.sleep", self._trace, gyre__cell__id=self.cell, gyre__cell__epoch=wanted.epoch):
+        with self._attempt("gyre.rollout.release", wanted.epoch):
             if not observed.asleep:
                 await self._engine.set_admission(False)
-                with telemetry.span("gyre.rollout.drain", gyre__calls=self._router.num_live(self.cell)):
+                with telemetry.span("gyre.rollout.drain", gyre__calls=self._router.num_live(self.cell)) as span:
                     num_moved, num_replayed = await self._router.drain(self.cell, self._drain_timeout_s,
                                                                            wanted.epoch)
+                    span.set_attributes({"gyre.moved": num_moved, "gyre.replayed": num_replayed})
             # Also when it sleeps already: the epoch is new, and the lock has to be free under it.
-            await self._engine.sleep(wanted.epoch)
+            with telemetry.span("gyre.engine.sleep"):
+                await self._engine.sleep(wanted.epoch)
             self._said = (wanted.epoch, -1)
             await self._post(EngineAsleep(self.cell, wanted.epoch, num_moved, num_replayed))
 
@@ -132,9 +145,18 @@ class Keeper:
         if serves and self._said == (wanted.epoch, weights.version):
             self._router.set_admitting(self.cell, True)
             return
-        with telemetry.span("gyre.engine.wake", self._trace, gyre__cell__id=self.cell, gyre__cell__epoch=wanted.epoch,
-                            gyre__version=weights.version):
+        with self._attempt("gyre.engine.wake", wanted.epoch, gyre__weights__version=weights.version):
             await self._bring_to_service(wanted, weights, observed)
+
+    @contextlib.contextmanager
+    def _attempt(self, name: str, epoch: int, **attributes: int) -> Iterator[None]:
+        """One try; its span begins where the one before ended, so that an engine that is waited for leaves no gap."""
+        try:
+            with telemetry.span(name, self._trace, start_ns=self._since_ns, gyre__cell__id=self.cell, gyre__cell__epoch=epoch,
+                                gyre__transition__id=transition_id(self.cell, epoch), **attributes):
+                yield
+        finally:
+            self._since_ns = time.time_ns()
 
     async def _bring_to_service(self, wanted: SettleCell, weights: WeightsPublished, observed: Observed) -> None:
         version, checksum = observed.version, weights.checksum

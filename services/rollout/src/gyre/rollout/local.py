@@ -1,6 +1,6 @@
 """What the rollout core is told by its own shell (local events, journalled) and what it asks of it (effects)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gyre.contracts.events import BlobRef, CallRecorded, ExecutionSpec, Purpose, WeightsPublished
@@ -153,12 +153,14 @@ class SettleCell:
     """Bring the cell's engine to what is wanted and keep it there: asleep, or serving `weights`.
 
     `weights` None with `serve` True: the weights of the assigned version are not published yet, so wait.
+    `is_confirmed`: that the cell has come into this role was said already, so that this is no part of its transition.
     """
 
     cell: int
     epoch: int
     serve: bool
     weights: WeightsPublished | None = None
+    is_confirmed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from gyre.contracts.errors import EngineError
-from gyre.rollout.attempt import EngineClient, EngineGone
+from gyre.contracts.events import Sampling
+from gyre.rollout.attempt import Attempt, EngineClient, EngineGone, EngineRefused
 from gyre.rollout.engines.moving import ExportOf, Frozen, MoveRefused, Offer, Reservation, Stage, TicketUnknown
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class EnginePeer(EngineClient, Protocol):
 
     async def read_stage(self, ticket: str, first_block: int, timeout_s: float) -> Stage: ...
 
-    async def freeze(self, ticket: str, first_block: int, request_id: str, epoch: int, timeout_s: float) -> Frozen: ...
+    async def freeze(self, ticket: str, first_block: int, what: ExportOf, epoch: int, timeout_s: float) -> Frozen: ...
 
     async def reserve(self, reservation: Reservation, timeout_s: float) -> None: ...
 
@@ -141,7 +142,9 @@ async def migrate(move: Move, limits: MoveLimits, freezing: Callable[[], bool], 
     try:
         async with asyncio.timeout(limits.total_s):
             if move.expected.kind == "ticket":
-                await _freeze(move, limits, freezing, progress, 0)
+                frozen = await _freeze(move, limits, freezing, progress, 0)
+                if move.what.namespace:
+                    await _fetch(move, limits, frozen, progress)
                 progress.has_committed = True
             else:
                 await _copy(move, limits, freezing, progress)
@@ -184,6 +187,26 @@ async def _copy(move: Move, limits: MoveLimits, freezing: Callable[[], bool], pr
     progress.has_committed = True
 
 
+async def _fetch(move: Move, limits: MoveLimits, frozen: Frozen, progress: Progress) -> None:
+    """Nobody calls for a cached prefix, so the destination is asked for one token behind it. Raises MoveFailed.
+
+    The token is thrown away. The ticket goes to the destination alone and never back: what does not arrive is computed
+    again by the execution's next call, as if nothing had been tried.
+    """
+    attempt = Attempt(move.ticket, move.what.namespace, frozen.known_ids, 1, Sampling(temperature=0.0), (), 0, limits.pull_s,
+                      frozen.opaque)
+    try:
+        async for chunk in move.destination.generate(attempt):
+            if chunk.finish:
+                progress.num_tokens = min(chunk.num_reused, frozen.num_known)
+                if chunk.finish not in ("stop", "length") or not chunk.num_reused:
+                    raise MoveFailed("destination", "lost", f"{chunk.finish} {chunk.detail}, its KV did not come along")
+                return
+    except (EngineGone, EngineRefused) as error:
+        raise MoveFailed("destination", "gone" if isinstance(error, EngineGone) else "refused", str(error)) from error
+    raise MoveFailed("destination", "gone", "the stream ended without a finish")
+
+
 async def _read(move: Move, first_block: int, limits: MoveLimits) -> Stage:
     return await _ask("source", lambda: move.source.read_stage(move.ticket, first_block, limits.step_s))
 
@@ -203,7 +226,7 @@ async def _freeze(move: Move, limits: MoveLimits, freezing: Callable[[], bool], 
     progress.may_be_frozen = True
     try:
         frozen = await _ask("source", lambda: move.source.freeze(
-            move.ticket, first_block, move.what.request_id, move.epoch, limits.step_s))
+            move.ticket, first_block, move.what, move.epoch, limits.step_s))
     except MoveFailed as failed:
         progress.may_be_frozen = failed.reason in ("gone", "late")
         raise

@@ -1,5 +1,6 @@
 """What is dispatched: the groups of a burst and of a held-out evaluation, drawn from the plan and its seed alone."""
 
+import functools
 import hashlib
 
 from gyre.contracts.events import ExecutionSpec, GroupDispatched
@@ -22,8 +23,13 @@ def train_task(plan: Plan, cursor: int) -> str:
     """The task of the cursor-th group: each pass over the tasks has its own order."""
     num = len(plan.train_tasks)
     epoch, place = divmod(cursor, num)
-    order = sorted(range(num), key=lambda i: draw(plan.seed, "order", epoch, i))
-    return plan.train_tasks[order[place]]
+    return plan.train_tasks[_order(plan.seed, num, epoch)[place]]
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, num: int, epoch: int) -> tuple[int, ...]:
+    """Places of the tasks in one pass; kept, because every group of the pass asks for it."""
+    return tuple(sorted(range(num), key=lambda i: draw(seed, "order", epoch, i)))
 
 
 def train_group(plan: Plan, burst: int, index: int, cursor: int, version: int) -> GroupDispatched:

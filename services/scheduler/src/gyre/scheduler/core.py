@@ -12,7 +12,7 @@ from gyre.contracts import events as e
 from gyre.scheduler.burst import evaluation_group, train_group
 from gyre.scheduler.config import Plan
 from gyre.scheduler.schedules import Gate, Schedule, Supply, View
-from gyre.scheduler.transition import CellState, next_assignment
+from gyre.scheduler.transition import CellState, Roster, next_assignment
 from gyre.scheduler.waterlevel import Waterlevel
 
 BEFORE, AFTER = "before", "after"
@@ -47,6 +47,14 @@ class State:
     published_version: int = 0
     backlog: e.BacklogReported | None = None
     join_s: float = 0.0
+    _roster: Roster | None = None
+
+    @property
+    def roster(self) -> Roster:
+        """The cells at a glance."""
+        if self._roster is None:
+            self._roster = Roster.of(self.cells)
+        return self._roster
 
     @property
     def opened(self) -> bool:
@@ -167,6 +175,7 @@ def _fold_cell(state: State, fact: CellFact, at: float) -> None:
     if not 0 <= fact.cell < len(state.cells):
         return
     cell = state.cells[fact.cell]
+    state._roster = None
     match fact:
         case e.CellRoleAssigned():
             cell.assign(fact, at)
@@ -261,7 +270,8 @@ def _inside_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> D
     missing = _missing_dispatches(state, plan)
     if missing:
         return Decision(tuple(missing))
-    late = [c for c in state.cells if c.role == "train" and _is_missing(c, state, plan, now)]
+    is_calm = state.roster.is_calm
+    late = [] if is_calm else [c for c in state.cells if c.role == "train" and _is_missing(c, state, plan, now)]
     if late:
         reason = f"train not confirmed within {plan.transition_timeout_s:g} s"
         return Decision(tuple(_bring_back(state, late, reason)))
@@ -270,7 +280,7 @@ def _inside_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> D
     recalled = _recalled(state, plan, now)
     if recalled:
         return Decision(tuple(recalled))
-    if any(not c.settled and not _is_missing(c, state, plan, now) for c in state.cells):
+    if not is_calm and any(not c.settled and not _is_missing(c, state, plan, now) for c in state.cells):
         return WAIT
     choice = schedule.next_to_train(view_of(state, plan))
     if choice.cell is None:
@@ -289,7 +299,9 @@ def _end_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> Deci
 
 def _recalled(state: State, plan: Plan, now: float) -> list[e.Fact]:
     """With work unfinished and no cell to serve it, the youngest satellite returns at once; the core if it is alone."""
-    if state.water.level == 0 or any(c.role == "rollout" and not _is_missing(c, state, plan, now) for c in state.cells):
+    if state.water.level == 0 or state.roster.is_calm and state.roster.num_rolling:
+        return []
+    if any(c.role == "rollout" and not _is_missing(c, state, plan, now) for c in state.cells):
         return []
     training = [c for c in state.cells if c.role == "train"]
     return _bring_back(state, training[-1:], "no cell serves what is unfinished")
@@ -303,14 +315,14 @@ def _missing_dispatches(state: State, plan: Plan) -> list[e.Fact]:
 
 def view_of(state: State, plan: Plan) -> View:
     """The snapshot a schedule decides on."""
-    elastic = tuple(c for c in state.cells if not c.never_trains)
-    standalone = [c for c in state.cells if c.never_trains and c.serves_any]
+    roster = state.roster
     outstanding = plan.num_outstanding * plan.executions_per_group
     next_version = max(state.burst_end, state.published_version)
     to_dispatch = max(0, plan.num_groups(next_version) - state.num_train_groups) * plan.executions_per_group
     return View(
-        cells=elastic, num_serving=sum(c.serves_any for c in state.cells), num_standalone=len(standalone), water=state.water,
-        capacity=plan.capacity, supply=_supply(state, plan), steps_left_in_burst=_steps_left(state),
+        cells=roster.elastic, next_in_order=roster.next_in_order, num_serving=roster.num_serving,
+        num_standalone=roster.num_standalone, water=state.water, capacity=plan.capacity, supply=_supply(state, plan),
+        steps_left_in_burst=_steps_left(state),
         share_done=1.0 - state.water.level / outstanding, to_dispatch=to_dispatch)
 
 

@@ -12,7 +12,6 @@ from gyre.contracts import codec
 from gyre.contracts import events as e
 from gyre.contracts.errors import BusError, ContractError
 from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ, Stream, filter_of
-from gyre.runtime import telemetry
 from gyre.runtime.bus import Bus, Received
 from gyre.runtime.clock import Clock
 from gyre.scheduler.config import Plan
@@ -20,6 +19,7 @@ from gyre.scheduler.core import State, decide, fold, initial
 from gyre.scheduler.gates import GateCounts, summary
 from gyre.scheduler.lease import Lease
 from gyre.scheduler.schedules import Schedule
+from gyre.scheduler.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Scheduler:
         self._said = 0  # highest sequence we wrote to CTL
         self._ctl_position = 0
         self._derived_at = 0.0
-        self._spans: dict[str, telemetry.Span] = {}
+        self._traces = Traces()
 
     def start(self) -> tuple[bool, int]:
         """Ask for the run to be opened; returns whether it is open already, and the number of the opening."""
@@ -72,6 +72,7 @@ class Scheduler:
         await self._lease.take()
         self.leading = True
         positions = await self._rederive()
+        self._traces.resumed()
         readers = [asyncio.create_task(self._follow(stream, position, records))
                    for (stream, records), position in zip(READS, positions, strict=True)]
         try:
@@ -116,12 +117,12 @@ class Scheduler:
         except ContractError as error:
             log.error("ignored %s %d: %s", received.subject, received.sequence, error)
             return state
+        self._traces.read(envelope, fact)
         return fold(state, fact, envelope.time / 1e9)
 
     def _fold(self, batch: list[Received]) -> None:
         for received in batch:
             self.state = self._folded(self.state, received)
-            self._close_span(received)
 
     # ------------------------------------------------------------ one cycle
 
@@ -138,9 +139,10 @@ class Scheduler:
             return
         if time.monotonic() - self._derived_at > REDERIVE_EVERY_S:
             await self._rederive()
+        self._traces.deciding()
         for fact in self._wanted():
             await self._lease.renew_if_due()
-            self._said = max(self._said, await self._lease.say(fact, self._trace_for(fact)))
+            self._said = max(self._said, await self._lease.say(fact, self._traces.decided(fact, self.state)))
 
     def _wanted(self) -> tuple[e.Fact, ...]:
         if self._asked:
@@ -149,32 +151,3 @@ class Scheduler:
         decision = decide(self.state, self._plan, self._schedule, self._clock.now())
         self.gates.observe(self.state.burst, decision.blocked)
         return decision.facts
-
-    # ------------------------------------------------------------ traces
-
-    def _trace_for(self, fact: e.Fact) -> dict[str, str]:
-        """A role transition is one trace; its root ends when the cell confirms."""
-        if not isinstance(fact, e.CellRoleAssigned):
-            return {}
-        old = self.state.cells[fact.cell].role
-        self._end_span(fact.cell, fact.epoch - 1, "superseded")
-        root = telemetry.tracer().start_span("gyre.cell.transition", attributes={
-            "gyre.transition.id": fact.transition, "gyre.cell.id": fact.cell, "gyre.cell.epoch": fact.epoch,
-            "gyre.role.from": old, "gyre.role.to": fact.role, "gyre.weights.version": fact.version,
-            "gyre.scheduler.waterlevel": self.state.water.level})
-        self._spans[fact.transition] = root
-        context = telemetry.context_of(root)
-        with telemetry.span("gyre.scheduler.assign", context, gyre__cell__id=fact.cell):
-            return context
-
-    def _close_span(self, received: Received) -> None:
-        with contextlib.suppress(ContractError):
-            _, fact = codec.decode(received.data)
-            if isinstance(fact, e.CellTrainJoined | e.CellRolloutReady):
-                self._end_span(fact.cell, fact.epoch, "completed")
-
-    def _end_span(self, cell: int, epoch: int, outcome: str) -> None:
-        root = self._spans.pop(f"cell-{cell}-epoch-{epoch}", None)
-        if root is not None:
-            root.set_attribute("gyre.outcome", outcome)
-            root.end()

@@ -52,11 +52,13 @@ class Supply:
 class View:
     """What a schedule decides on: a snapshot inside an open burst, or at its end.
 
-    cells: those that can train, in order. num_serving: cells that serve now, standalone ones among them. to_dispatch:
-    executions that the next burst will add. share_done: terminated of those dispatched since the burst began and carried.
+    cells: those that can train, in order. next_in_order: the one whose turn it is to train, if any. num_serving: cells that
+    serve now, standalone ones among them. to_dispatch: executions that the next burst will add. share_done: terminated of
+    those dispatched since the burst began and carried.
     """
 
     cells: tuple[CellState, ...]
+    next_in_order: CellState | None
     num_serving: int
     num_standalone: int
     water: Waterlevel
@@ -65,14 +67,6 @@ class View:
     steps_left_in_burst: int
     share_done: float = 0.0
     to_dispatch: int = 0
-
-    @property
-    def next_in_order(self) -> CellState | None:
-        """The first cell that is not in training; the core first. Cells that answer nothing are passed over."""
-        if not self.cells[0].trains:
-            core = self.cells[0]
-            return core if core.role == "rollout" and core.settled else None
-        return next((c for c in self.cells if c.role == "rollout" and c.settled), None)
 
     def fits(self, num_cells: int, added: int = 0) -> Gate:
         """Which gate forbids that `num_cells` serve what is unfinished and `added` executions more; "" if none does."""

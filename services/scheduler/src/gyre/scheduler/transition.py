@@ -79,6 +79,36 @@ class CellState:
             self.incarnation, self.lost = fact.incarnation, True
 
 
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """All cells at a glance. It changes only when a fact is about a cell, which is seldom, and every decision looks at it.
+
+    elastic: cells that can train, in order. is_calm: every cell became what it was told to be, and none is lost.
+    """
+
+    elastic: tuple[CellState, ...]
+    next_in_order: CellState | None
+    num_serving: int
+    num_standalone: int
+    num_rolling: int
+    is_calm: bool
+
+    @classmethod
+    def of(cls, cells: list[CellState]) -> "Roster":
+        elastic = tuple(c for c in cells if not c.never_trains)
+        return cls(elastic=elastic, next_in_order=_next_in_order(elastic), num_serving=sum(c.serves_any for c in cells),
+                   num_standalone=sum(c.never_trains and c.serves_any for c in cells),
+                   num_rolling=sum(c.role == "rollout" for c in cells), is_calm=all(c.settled and not c.lost for c in cells))
+
+
+def _next_in_order(elastic: tuple[CellState, ...]) -> CellState | None:
+    """The first cell that is not in training; the core first. Cells that answer nothing are passed over."""
+    core = elastic[0]
+    if not core.trains:
+        return core if core.role == "rollout" and core.settled else None
+    return next((c for c in elastic if c.role == "rollout" and c.settled), None)
+
+
 def next_assignment(cell: CellState, role: Role, version: int, reason: str = "") -> CellRoleAssigned:
     """The fact that gives `cell` another role at the next epoch."""
     epoch = cell.epoch + 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 HISTORY = 512  # terminated executions the forecast looks back on
 QUANTILE = 0.9
+RENEWED = 16  # all are forecast anew when so many times the executions ended since are those that live
 
 
 @dataclass(slots=True)
@@ -22,9 +23,11 @@ class Waterlevel:
     live: set[str] = field(default_factory=set)
     contexts: dict[str, int] = field(default_factory=dict)  # tokens, of live executions that have made a call
     reported: int = -1  # serial of the newest report of contexts
+    _forecasts: dict[str, int] = field(default_factory=dict)  # tokens, of live executions with a context
+    _known: int = 0  # their sum
+    _num_since: int = 0  # executions terminated since all of them were forecast
     _recent: deque[int] = field(default_factory=deque)  # longest contexts of terminated executions, oldest first
     _sorted: list[int] = field(default_factory=list)  # the same
-    _forecast: int | None = None
 
     @property
     def level(self) -> int:
@@ -33,8 +36,10 @@ class Waterlevel:
 
     def dispatch(self, executions: list[str]) -> None:
         self.dispatched.update(executions)
-        self.live.update(x for x in executions if x not in self.terminated)
-        self._forecast = None
+        for execution in executions:
+            if execution not in self.terminated:
+                self.live.add(execution)
+                self._foresee(execution)
 
     def terminate(self, execution: str, max_context: int = 0) -> None:
         """It has ended; `max_context` is its longest context in tokens, 0 if it never made a call."""
@@ -43,24 +48,33 @@ class Waterlevel:
         self.terminated.add(execution)
         self.live.discard(execution)
         self.contexts.pop(execution, None)
-        self._forecast = None
+        self._known -= self._forecasts.pop(execution, 0)
         if max_context > 0:
             self._remember(max_context)
+        self._num_since += 1
+        if self._num_since * RENEWED >= len(self._forecasts):
+            self._foresee_all()
 
     def observe(self, serial: int, contexts: dict[str, int]) -> None:
         """A report of what the running executions have in their contexts; an older one changes nothing."""
         if serial > self.reported:
             self.reported = serial
             self.contexts = {x: n for x, n in contexts.items() if x not in self.terminated}
-            self._forecast = None
+            self._foresee_all()
 
     def kv_tokens(self) -> int:
         """Tokens the live executions are forecast to hold; the whole level in tokens."""
-        if self._forecast is None:
-            fresh = len(self.live) - len(self.contexts.keys() & self.live)
-            known = sum(self._grown(n) for x, n in self.contexts.items() if x in self.live)
-            self._forecast = known + fresh * self._grown(0)
-        return self._forecast
+        return self._known + (len(self.live) - len(self._forecasts)) * self._grown(0)
+
+    def _foresee(self, execution: str) -> None:
+        if execution in self.contexts and execution not in self._forecasts:
+            self._forecasts[execution] = self._grown(self.contexts[execution])
+            self._known += self._forecasts[execution]
+
+    def _foresee_all(self) -> None:
+        """Forecast anew. What has ended since changes every forecast a little, so it may wait a while."""
+        self._forecasts = {x: self._grown(n) for x, n in self.contexts.items() if x in self.live}
+        self._known, self._num_since = sum(self._forecasts.values()), 0
 
     def _grown(self, context: int) -> int:
         """The quantile of what executions that had `context` tokens ended with; `context` if none was seen."""

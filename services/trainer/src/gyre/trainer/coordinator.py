@@ -44,6 +44,7 @@ from gyre.trainer.metrics import clip_warning
 from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
 from gyre.trainer.restore import restore_weights
 from gyre.trainer.speeds import Speeds
+from gyre.trainer.traces import RoleTraces
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights
 from gyre.transfer import Transfer
 
@@ -78,7 +79,7 @@ class Coordinator:
         self._ticket: WeightsTicket | None = None
         self._changed = asyncio.Condition()
         self._attention = asyncio.Event()
-        self._transition: dict[str, str] = {}
+        self._traces = RoleTraces(config.cell)
         self._ticketing = asyncio.Lock()
         self._staging = staging_for(backend)
         self._backlog_at = 0.0
@@ -88,7 +89,7 @@ class Coordinator:
 
     def attend(self, transition: Mapping[str, str] | None = None) -> None:
         """The ledger's state changed; `transition` is the trace context of a change of role."""
-        self._transition = dict(transition) if transition else self._transition
+        self._traces.asked(transition)
         self._attention.set()
 
     async def run(self) -> None:
@@ -123,23 +124,27 @@ class Coordinator:
     async def _take_devices(self) -> None:
         cell = self._ledger.state.cell
         epoch = cell.epoch
-        while not self._lock.try_take(epoch):
-            if not cell.should_hold or cell.epoch != epoch:
-                return
-            await self._clock.sleep(DEVICE_POLL_S)
-        with span("gyre.train.join", self._transition, gyre__cell__id=0, gyre__cell__epoch=epoch):
-            await asyncio.to_thread(self._backend.wake)
+        with self._traces.changing("gyre.train.join", epoch, cell.joined < epoch) as noted:
+            while not self._lock.try_take(epoch):
+                if not cell.should_hold or cell.epoch != epoch:
+                    if noted is not None:
+                        noted.set_attribute("gyre.outcome", "superseded")
+                    return
+                await self._clock.sleep(DEVICE_POLL_S)
+            with span("gyre.train.wake"):
+                await asyncio.to_thread(self._backend.wake)
             if cell.joined < epoch:
                 position = self._ledger.state.position
                 await self._ledger.submit(DevicesTaken(epoch, position, position))
 
     async def _give_devices_back(self) -> None:
-        table = self._table
-        await self._drop_table()
-        if table is not None:
-            await self._ledger.submit(AttemptFailed(table.step, table.attempt))
         state = self._ledger.state
-        with span("gyre.train.release", self._transition, gyre__cell__id=0, gyre__cell__epoch=state.cell.epoch):
+        with self._traces.changing("gyre.train.release", state.cell.epoch):
+            self._traces.told(state.cell.epoch)
+            table = self._table
+            await self._drop_table()
+            if table is not None:
+                await self._ledger.submit(AttemptFailed(table.step, table.attempt))
             await asyncio.to_thread(self._backend.sleep)
             self._lock.give_back()  # the epoch is the engine's to take
             await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
@@ -149,7 +154,8 @@ class Coordinator:
     async def _train_step(self) -> None:
         """Work on the open step until it is trained or the devices have to be given back."""
         table = await self._open_table()
-        with span("gyre.train.step", gyre__step=table.step, gyre__attempt=table.attempt):
+        state = self._ledger.state
+        with self._traces.step(table.step, table.attempt, state.burst, state.cell.epoch):
             await self._work_on(table)
 
     async def _work_on(self, table: ClaimTable) -> None:
@@ -250,6 +256,10 @@ class Coordinator:
 
     async def _publish_weights(self) -> None:
         version = self._ledger.state.position
+        with self._traces.publishing(version, self._ledger.state.burst):
+            await self._make_durable_and_offer(version)
+
+    async def _make_durable_and_offer(self, version: int) -> None:
         weights, optimizer = self._backend.weights(), self._backend.optimizer_state() | rng_state()
         position = {"burst": self._ledger.state.burst, "run": self._config.run}
         directory = await asyncio.to_thread(
@@ -271,6 +281,7 @@ class Coordinator:
         ticket = await self._training_ticket(table)
         if ticket is None or not table.join(worker, cell, self._clock.now()):
             return Admission(-1, 0, None, "the join window has closed")
+        self._traces.joined()
         return Admission(table.step, table.attempt, ticket)
 
     async def _joinable_table(self) -> ClaimTable | None:

@@ -41,7 +41,7 @@ async def worker(process: runtime.Process) -> None:
         return
     opened = await asyncio.to_thread(open_backend, config, place)
     lock = DeviceLock(config.cells_dir, cell, "trainer")
-    with open_transfer(process.name, config.cells_dir, deployment.transfers[cell], deployment.transfer) as transfer:
+    with open_transfer(process.name, deployment.regions_dir, deployment.transfers[cell], deployment.transfer) as transfer:
         service = await open_ledger(process, config, lambda trace: shell.attend(trace))
         parts = (transfer, process.blobs, lock, process.clock)
         coordinator = Coordinator(config, service, opened.backend, opened.policy, *parts) if config.is_core else None

@@ -11,7 +11,8 @@ import numpy as np
 
 SAMPLED_UNDER = "sampled_under_"  # + version: how many targets were sampled under it
 WAYS = ("depth_first", "checkpointed")  # of micro-steps that did not fit whole, the slowest first
-COUNTS = ("broken_micro_steps", *WAYS)
+TIMED_WORTH = "timed_worth"  # what the timed backend has added to each element of the sums
+COUNTS = ("broken_micro_steps", TIMED_WORTH, *WAYS)
 CLIP_SHARE_WARNING = 0.5  # of targets
 
 

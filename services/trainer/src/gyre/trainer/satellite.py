@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gyre.contracts.errors import GyreError
 from gyre.contracts.events import MicroStepRef
@@ -30,10 +30,12 @@ from gyre.trainer.coordinator import Admission
 from gyre.trainer.core import DevicesReleased, DevicesTaken, WorkerStarted
 from gyre.trainer.ledger import Ledger
 from gyre.trainer.reduce import GRADIENTS, export_sum, withdraw_sum
+from gyre.trainer.traces import RoleTraces
 from gyre.trainer.weights import pull_weights
 from gyre.transfer import Transfer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RETRY_S = 0.25
 MAX_CHUNK = 4  # micro-steps per claim; near the end of a step the core gives fewer
@@ -86,12 +88,12 @@ class Satellite:
         self._config, self._ledger, self._backend, self._core = config, ledger, backend, core
         self._transfer, self._blobs, self._lock, self._clock = transfer, blobs, lock, clock
         self._attention = asyncio.Event()
-        self._transition: dict[str, str] = {}
+        self._traces = RoleTraces(config.cell)
         self.version = -1
 
     def attend(self, transition: Mapping[str, str] | None = None) -> None:
         """The ledger's state changed; `transition` is the trace context of a change of role."""
-        self._transition = dict(transition) if transition else self._transition
+        self._traces.asked(transition)
         self._attention.set()
 
     def gauges(self) -> dict[str, float]:
@@ -113,36 +115,74 @@ class Satellite:
 
     async def _train_while_assigned(self) -> None:
         epoch = self._ledger.state.cell.epoch
-        while self._assigned(epoch) and not self._lock.try_take(epoch):
-            await self._clock.sleep(DEVICE_POLL_S)
-        if self._lock.held:
-            await asyncio.to_thread(self._backend.wake)
+        with self._traces.changing("gyre.train.join", epoch, self._ledger.state.cell.joined < epoch) as noted:
+            while self._assigned(epoch) and not self._lock.try_take(epoch):
+                await self._clock.sleep(DEVICE_POLL_S)
+            if self._lock.held:
+                with span("gyre.train.wake"):
+                    await asyncio.to_thread(self._backend.wake)
+            member = await self._become_member(epoch)
+            if noted is not None and member is None:
+                noted.set_attribute("gyre.outcome", "superseded")
+        while member is not None:
+            await self._guarded(self._work(epoch, member))
+            member = await self._become_member(epoch)
+
+    async def _become_member(self, epoch: int) -> _Membership | None:
+        """Ask until an attempt takes this worker; None once the cell is not to train any more."""
         while self._assigned(epoch):
-            try:
-                await self._take_part(epoch)
-            except GyreError as error:
-                log.warning("cell %d joins again: %s", self._config.cell, error)
-                await self._clock.sleep(RETRY_S)
+            member = await self._guarded(self._join(epoch))
+            if member is not None:
+                return member
+        return None
+
+    async def _guarded(self, work: Awaitable[T]) -> T | None:
+        """What `work` returns; None if it failed, after which the answer is to join again."""
+        try:
+            return await work
+        except GyreError as error:
+            log.warning("cell %d joins again: %s", self._config.cell, error)
+            await self._clock.sleep(RETRY_S)
+            return None
 
     def _assigned(self, epoch: int) -> bool:
         cell = self._ledger.state.cell
         return cell.should_hold and cell.epoch == epoch
 
-    async def _take_part(self, epoch: int) -> None:
-        """Join one attempt and work in it until it is over."""
+    async def _join(self, epoch: int) -> _Membership | None:
+        """Join one attempt with its weights and zeroed gradients; None if none can be joined right now."""
         worker = f"cell-{self._config.cell}-{uuid.uuid4().hex[:8]}"
-        answer = await self._core.join(self._config.cell, epoch, worker)
+        answer = await self._ask_to_join(epoch, worker)
+        if answer is None:
+            return None
         if answer.ticket is None:
             await self._clock.sleep(RETRY_S)
-            return
+            return None
         if answer.ticket.version != self.version:
-            self._backend.load_weights(await pull_weights(self._transfer, answer.ticket, READ_TIMEOUT_S))
+            with span("gyre.weights.pull", gyre__weights__version=answer.ticket.version) as pulling:
+                state = await pull_weights(self._transfer, answer.ticket, READ_TIMEOUT_S)
+                pulling.set_attribute("gyre.bytes", sum(tensor.nbytes for tensor in state.values()))
+            self._backend.load_weights(state)
             self.version = answer.ticket.version
         self._backend.zero_gradients()
         if self._ledger.state.cell.joined < epoch:
-            with span("gyre.train.join", self._transition, gyre__cell__id=self._config.cell, gyre__cell__epoch=epoch):
-                await self._ledger.submit(DevicesTaken(epoch, answer.step, self.version))
-        await self._work(epoch, _Membership(worker, answer.step, answer.attempt, set()))
+            await self._ledger.submit(DevicesTaken(epoch, answer.step, self.version))
+        return _Membership(worker, answer.step, answer.attempt, set())
+
+    async def _ask_to_join(self, epoch: int, worker: str) -> Admission | None:
+        """The core's answer, which waits for a step to open; None if this cell is to leave meanwhile."""
+        asking = asyncio.get_running_loop().create_task(self._core.join(self._config.cell, epoch, worker))
+        try:
+            while not asking.done() and self._assigned(epoch):
+                await asyncio.wait({asking}, timeout=DEVICE_POLL_S)
+        finally:
+            if not asking.done():
+                asking.cancel()
+        if not asking.cancelled() and asking.done():
+            return asking.result()
+        with contextlib.suppress(GyreError):
+            await self._core.leave(self._config.cell, worker)  # it may have been admitted with nobody left to hear of it
+        return None
 
     async def _work(self, epoch: int, member: _Membership) -> None:
         try:
@@ -195,7 +235,7 @@ class Satellite:
 
     async def _give_devices_back(self) -> None:
         epoch = self._ledger.state.cell.epoch
-        with span("gyre.train.release", self._transition, gyre__cell__id=self._config.cell, gyre__cell__epoch=epoch):
+        with self._traces.changing("gyre.train.release", epoch, self._ledger.state.cell.owes_release):
             await asyncio.to_thread(self._backend.sleep)
             self._transfer.release(GRADIENTS)  # host memory that the engine can use
             self._lock.give_back()

@@ -31,7 +31,7 @@ class WeightsTicket:
     transfer: str
 
 
-def open_transfer(owner: str, cells_dir: Path, endpoint: Endpoint, choice: str = "auto") -> Transfer:
+def open_transfer(owner: str, regions_dir: str, endpoint: Endpoint, choice: str = "auto") -> Transfer:
     """This worker's transfer server: files beside the cells' locks, TCP at the deployment's endpoint (host:port).
 
     choice: the deployment's `transfer`, how this worker reads; NIXL serves its regions too where it is a choice.
@@ -41,7 +41,7 @@ def open_transfer(owner: str, cells_dir: Path, endpoint: Endpoint, choice: str =
     if port and port != advertised_port:
         raise ConfigError(f"transfers: {endpoint.listen!r} is announced as {endpoint.address!r}; the ports must agree")
     backends = backends_of(choice)
-    return Transfer(TransferConfig(owner, cells_dir / "transfer", Address(host, port), advertised, backends))
+    return Transfer(TransferConfig(owner, Path(regions_dir), Address(host, port), advertised, backends))
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 from gyre.contracts.errors import EngineError
-from gyre.rollout.engines.moving import Capabilities, Mover
+from gyre.rollout.engines.moving import Capabilities, Mover, Prefix
 
 if TYPE_CHECKING:  # the gateway and the scripted engine run without torch
     import torch
@@ -252,6 +252,13 @@ class Engine(Protocol):
         """Ends a request with `Finish("moved")` and holds its KV for whoever shows the ticket to an engine of this kind.
 
         For engines of kind `ticket`. Raises MoveRefused: it is not in flight, or the engine cannot move it.
+        """
+        ...
+
+    async def export_prefix(self, namespace: str) -> Prefix:
+        """Holds the newest prefix that is cached for `namespace`, for an execution that waits on a tool. Nothing stops.
+
+        For engines of kind `ticket`. Raises MoveRefused: nothing is cached, or the engine cannot move it.
         """
         ...
 

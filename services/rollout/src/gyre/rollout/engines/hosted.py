@@ -11,28 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gyre.contracts.errors import EngineError
 from gyre.rollout.engines.base import (
-    QUEUE_FULL,
     AdmissionClosed,
-    EngineBusy,
     EventStream,
     Finish,
     GenerateRequest,
-    InvalidRequest,
     LoadReport,
     ProbeResult,
 )
 from gyre.rollout.engines.chores import Chores
 from gyre.rollout.engines.golden import predictions_hold
+from gyre.rollout.engines.held import HeldTickets
 from gyre.rollout.engines.host import Call, Ended, Host, HostError, Piece
 from gyre.rollout.engines.live import HostedConfig, Live, check_request
-from gyre.rollout.engines.moving import Mover, MoveRefused
+from gyre.rollout.engines.moving import Mover, MoveRefused, Prefix
+from gyre.rollout.engines.prefixes import HostedPrefixes
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,11 @@ class HostedEngine:
 
     mover: Mover | None = None
 
-    def __init__(self, host: Host, policy: PolicyConfig, staged: StagedWeights, config: HostedConfig) -> None:
+    def __init__(
+        self, host: Host, policy: PolicyConfig, staged: StagedWeights, config: HostedConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """`clock` (s) is for leases."""
         self.capabilities = host.capabilities
         self.failed = host.failed
         self._host = host
@@ -61,7 +65,8 @@ class HostedEngine:
         self._version, self._checksum, self._fingerprint = -1, "", ""
         self._started = self._admitting = self._verified = self._asleep = self._missing = False
         self._num_probes = self._num_sampled = self._num_prefilled = self._num_reused = 0
-        self._held: dict[bytes, float] = {}  # tickets given, and until when their KV is surely not held any more
+        self._held = HeldTickets(config.held_s, clock)
+        self._prefixes = HostedPrefixes(host, config.kv_tokens)
         self._chores = Chores()
 
     def submit(self, request: GenerateRequest) -> EventStream:
@@ -69,8 +74,8 @@ class HostedEngine:
         comes_back = request.ticket in self._held and self._verified and not self._asleep
         if not self._admitting and not comes_back:
             raise AdmissionClosed("admission is closed: the engine is paused, asleep, failed or not probed")
-        self._check(request)
-        self._held.pop(request.ticket, None)
+        check_request(request, self._lives, self._config, self._policy.vocab_size)
+        self._held.drop(request.ticket)
         live = Live(request, EventStream(), request.ticket)
         self._lives[request.request_id] = live
         self._begin(live)
@@ -119,12 +124,20 @@ class HostedEngine:
             self._finish(live, live.complete or Finish("error", "the host did not end the call"))
             raise MoveRefused(f"request {request_id!r} has ended")
         ticket = await self._export(live)
-        self._held[ticket] = asyncio.get_running_loop().time() + self._config.held_s
+        self._held.add(ticket)
         return ticket
+
+    async def export_prefix(self, namespace: str) -> Prefix:
+        """See `Engine.export_prefix`. As a request's, without a request."""
+        version = self._version
+        prefix = await self._prefixes.export(
+            namespace, self._salt(namespace), lambda: self._open.is_set() and self._version == version)
+        self._held.add(prefix.ticket)
+        return prefix
 
     async def release_ticket(self, ticket: bytes) -> None:
         """See `Engine.release_ticket`."""
-        self._held.pop(ticket, None)
+        self._held.drop(ticket)
         await self._host.drop(ticket)
 
     async def sleep(self) -> int:
@@ -142,8 +155,6 @@ class HostedEngine:
 
     def load_report(self) -> LoadReport:
         """See `Engine.load_report`. A request counts its prompt and its whole budget: the host's pool is not ours to see."""
-        now = asyncio.get_running_loop().time()
-        self._held = {ticket: until for ticket, until in self._held.items() if until > now}
         used = sum(len(live.request.prompt_ids) + live.request.max_tokens for live in self._lives.values())
         num_running = sum(live.running for live in self._lives.values())
         return LoadReport(
@@ -171,14 +182,6 @@ class HostedEngine:
         await self._chores.cancel()
         if self._started:
             await self._host.close()
-
-    def _check(self, request: GenerateRequest) -> None:
-        if request.request_id in self._lives:
-            raise InvalidRequest(f"request_id: {request.request_id!r} is in flight already")
-        check_request(request, min(self._config.max_position, self._config.kv_tokens), self._policy.vocab_size)
-        num_waiting = sum(not live.running for live in self._lives.values())
-        if num_waiting >= self._config.max_waiting:
-            raise EngineBusy(f"{QUEUE_FULL}: {num_waiting} requests; try another cell or later")
 
     def _begin(self, live: Live) -> None:
         live.ending = None
@@ -238,7 +241,10 @@ class HostedEngine:
             self._idle.notify_all()
 
     def _call_of(self, live: Live) -> Call:
-        return live.next_call(uuid.uuid4().hex, f"{self._version}/{live.request.namespace}")
+        return live.next_call(uuid.uuid4().hex, self._salt(live.request.namespace))
+
+    def _salt(self, namespace: str) -> str:
+        return f"{self._version}/{namespace}"
 
     def _emit(self, live: Live, piece: Piece) -> str:
         """Passes tokens on; says what is wrong with them."""
@@ -260,6 +266,8 @@ class HostedEngine:
         """The terminal event; a later one is ignored."""
         if self._lives.get(live.request.request_id) is live:
             del self._lives[live.request.request_id]
+            if finish.reason in ("stop", "length"):
+                self._prefixes.remember(live.request.namespace, live.known())
         live.stream.push(finish)
         if live.task is not None and live.task is not asyncio.current_task():
             live.task.cancel()
@@ -297,6 +305,7 @@ class HostedEngine:
         self._verified = False
         await self._update(version, directory)
         self._version, self._checksum = version, checksum
+        self._prefixes.clear()
         await self._let_go()
 
     async def _fall_asleep(self) -> int:
@@ -311,6 +320,7 @@ class HostedEngine:
         if not self._started:
             return 0
         await self._hold()
+        self._prefixes.clear()
         await self._host.reset_cache()
         return await self._host.release()
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gyre.rollout.engines.base import EventStream, Finish, GenerateRequest, InvalidRequest, TokenEvent
+import numpy as np
+from gyre.rollout.engines.base import (
+    QUEUE_FULL,
+    EngineBusy,
+    EventStream,
+    Finish,
+    GenerateRequest,
+    InvalidRequest,
+    TokenEvent,
+)
 from gyre.rollout.engines.host import Call, Piece
 
 _ROUNDING = 1e-3  # by so much a log-probability may lie above zero
@@ -25,8 +35,17 @@ class HostedConfig:
     held_s: float = 120.0  # longer than the host holds KV for a ticket
 
 
-def check_request(request: GenerateRequest, longest: int, vocab_size: int) -> None:
-    """Raises InvalidRequest for what can never be served."""
+def check_request(request: GenerateRequest, lives: Mapping[str, Live], config: HostedConfig, vocab_size: int) -> None:
+    """Raises InvalidRequest for what can never be served beside `lives`, EngineBusy for what cannot be now."""
+    if request.request_id in lives:
+        raise InvalidRequest(f"request_id: {request.request_id!r} is in flight already")
+    _check_fields(request, min(config.max_position, config.kv_tokens), vocab_size)
+    num_waiting = sum(not live.running for live in lives.values())
+    if num_waiting >= config.max_waiting:
+        raise EngineBusy(f"{QUEUE_FULL}: {num_waiting} requests; try another cell or later")
+
+
+def _check_fields(request: GenerateRequest, longest: int, vocab_size: int) -> None:
     if len(request.prompt_ids) + request.max_tokens > longest:
         raise InvalidRequest(f"prompt_ids + max_tokens: exceed {longest}, the longest context")
     ids = request.prompt_ids
@@ -62,6 +81,10 @@ class Live:
         if len(self.kept) >= self.request.max_tokens:
             return Finish("length", num_reused=self.num_reused)
         return None
+
+    def known(self) -> np.ndarray:
+        """Prompt and output, int32 [T]."""
+        return np.concatenate((self.request.prompt_ids, np.array(self.kept, np.int32)))
 
     def next_call(self, call_id: str, salt: str) -> Call:
         """What is left to do. A ticket is good for one call."""

@@ -9,6 +9,9 @@ A *ticket* names KV that an engine holds for whoever shows the ticket. There are
              source  freeze ------------------------------------------------------------> release
              destination                                              submit(ticket)
 
+A cached prefix of the second kind has no request that would show its ticket: `freeze` names the namespace, and the
+destination is asked for one token behind the prefix, which nobody is told of.
+
 After `freeze` the request's stream ends with `Finish("moved")` behind its last token, and the source holds its KV under
 the ticket. After `commit` so does the destination. Whoever is then given the request again together with the ticket (the
 destination; the source, if the destination failed) goes on without computing anything again. Every ticket has a lease;
@@ -124,6 +127,15 @@ class Reservation:
     namespace: str
     num_tokens: int  # room to hold; pulling a stage beyond it takes more, or is refused
     lease_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """A cached prefix that is held under a ticket. `ids` int32 [T]: what an engine elsewhere must be asked to continue so
+    that it takes the KV over. The last one may be of the export's own making: what is cached before it counts."""
+
+    ids: np.ndarray
+    ticket: bytes
 
 
 class Mover(Protocol):

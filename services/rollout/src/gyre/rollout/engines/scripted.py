@@ -29,7 +29,7 @@ from gyre.rollout.engines.base import (
     ProbeResult,
     TokenEvent,
 )
-from gyre.rollout.engines.moving import Capabilities, ExportOf, Migration, Mover, MoveRefused, tokens_digest
+from gyre.rollout.engines.moving import Capabilities, ExportOf, Migration, Mover, MoveRefused, Prefix, tokens_digest
 from gyre.rollout.engines.scripted_mover import ScriptedMover
 
 if TYPE_CHECKING:
@@ -165,9 +165,14 @@ class ScriptedEngine:
             raise MoveRefused("this engine does not move requests by ticket")
         _, ids, _ = self.find(ExportOf(request_id))
         self.freeze(request_id)
-        ticket = json.dumps([self._version, tokens_digest(ids).hex(), request_id]).encode()
-        self._opaque.add(ticket)
-        return ticket
+        return self._ticket(ids, request_id)
+
+    async def export_prefix(self, namespace: str) -> Prefix:
+        """See `Engine.export_prefix`."""
+        if self.capabilities.migration != "ticket":
+            raise MoveRefused("this engine does not move prefixes by ticket")
+        _, ids, _ = self.find(ExportOf(namespace=namespace))
+        return Prefix(ids, self._ticket(ids, namespace))
 
     async def release_ticket(self, ticket: bytes) -> None:
         """See `Engine.release_ticket`."""
@@ -275,6 +280,11 @@ class ScriptedEngine:
         self._opaque.clear()
 
     # ------------------------------------------------------------ the script
+
+    def _ticket(self, ids: np.ndarray, name: str) -> bytes:
+        ticket = json.dumps([self._version, tokens_digest(ids).hex(), name]).encode()
+        self._opaque.add(ticket)
+        return ticket
 
     async def _serve(self, live: _Live) -> None:
         async with self._slots:

@@ -26,7 +26,7 @@ from gyre.rollout.engines.base import (
     LoadReport,
     ProbeResult,
 )
-from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused
+from gyre.rollout.engines.moving import Capabilities, Mover, MoveRefused, Prefix
 from gyre.rollout.torch_engine.fast import fast
 from gyre.rollout.torch_engine.kv import PagedKV, RowTransfer, layout_of
 from gyre.rollout.torch_engine.moves import StagedMover
@@ -136,16 +136,23 @@ class TorchEngine:
         async with self._boundary:
             if self._asleep:
                 raise EngineError("weights cannot be loaded while the engine sleeps; wake it first")
+            is_first = self._runner is None
             cache = self._new_cache() if self._runner is None else self._runner.cache
             self._runner = self._make_runner(model, cache)
             self._weights = weights
             self._verified = False
             self._mover.void()
             self._scheduler.swap(version, self._config.scheduler.keeps)
+            if is_first:
+                await self._populate()
 
     async def export_ticket(self, request_id: str) -> bytes:
         """See `Engine.export_ticket`."""
         raise MoveRefused("this engine moves requests in stages (`mover`)")
+
+    async def export_prefix(self, namespace: str) -> Prefix:
+        """See `Engine.export_prefix`."""
+        raise MoveRefused("this engine moves prefixes in stages (`mover`)")
 
     async def release_ticket(self, ticket: bytes) -> None:
         """See `Engine.release_ticket`."""
@@ -172,6 +179,7 @@ class TorchEngine:
                 to_device(self._offloaded, self._config.device)
                 self._runner = self._make_runner(self._offloaded, self._new_cache())
                 self._offloaded = None
+                await self._populate()
 
     async def probe(self) -> ProbeResult:
         """See `Engine.probe`."""
@@ -260,6 +268,10 @@ class TorchEngine:
             rows = min(config.staging_blocks, pool.num_blocks)
             self._mover.shipping = InPlace(cache, pool, transfer) if in_place else Staged(cache, transfer, rows)
         return cache
+
+    async def _populate(self) -> None:
+        if self._mover.shipping is not None:
+            await asyncio.to_thread(self._mover.shipping.populate)
 
     def _offload(self) -> int:
         if self._runner is None:

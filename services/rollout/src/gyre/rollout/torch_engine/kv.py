@@ -36,6 +36,10 @@ class RegisteredRows(Protocol):
         """`rows`: the registered memory."""
         ...
 
+    def populate(self) -> None:
+        """Gives the memory its pages. Blocking."""
+        ...
+
 
 class RowTransfer(Protocol):
     """What of `gyre.transfer.Transfer` a pool of blocks needs."""
@@ -70,12 +74,13 @@ class PagedKV:
         self.row_dtype = _NUMPY[dtype]
         self._transfer = transfer if device.type == "cpu" else None
         self.rows: np.ndarray | None = None  # the registered memory
+        self.registered: RegisteredRows | None = None
         if self._transfer is None:
             # zeros, not empty: a masked key has weight 0, and 0 * NaN would spoil the row
             self.pool = torch.zeros((num_blocks, *self.row_shape), dtype=dtype, device=device)
         else:
-            region = self._transfer.register_rows(REGION, num_blocks, self.row_shape, self.row_dtype)
-            self.rows = region.arrays["rows"]
+            self.registered = self._transfer.register_rows(REGION, num_blocks, self.row_shape, self.row_dtype)
+            self.rows = self.registered.arrays["rows"]
             self.pool = torch.from_numpy(self.rows).view(dtype)
         self._places = self.pool.view(num_blocks * self.num_layers * block_size, 2, *self.row_shape[-2:])
         self._layer_blocks = self.pool.view(num_blocks * self.num_layers, *self.row_shape[1:])

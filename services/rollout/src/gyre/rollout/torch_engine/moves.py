@@ -135,7 +135,9 @@ class StagedMover:
         async with held.one_at_a_time:
             if held.is_dropped:
                 raise TicketUnknown(f"ticket: {ticket!r} was dropped")
+            blocks, checksums = held.arrived()
             held.commit(frozen)
+            self._need_shipping().arrived(blocks, checksums)
         self._renew(ticket)
 
     async def release(self, ticket: str) -> bool:

@@ -26,8 +26,8 @@ from gyre.rollout.engines.base import (
     InvalidRequest,
     TokenEvent,
 )
+from gyre.rollout.engines.recent import RecentPrefixes
 from gyre.rollout.torch_engine.cache import KEPT, BlockPool, Chain, Root
-from gyre.rollout.torch_engine.recent import RecentPrefixes
 from gyre.rollout.torch_engine.sampler import Sampled, SamplingRows
 from gyre.rollout.torch_engine.sequence import Batch, Sequence, Slots
 
@@ -254,7 +254,7 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, num_tokens: int, batch: Batch) -> bool:
         """Blocks for `num_tokens`. When the pool is full the youngest that is not in this batch yet is preempted."""
-        chain = sequence.chain
+        chain, num_before = sequence.chain, len(sequence.chain.blocks)
         while len(chain.blocks) * self.config.block_size < num_tokens:
             block = self.pool.allocate(self.version)
             if block is None:
@@ -272,6 +272,9 @@ class Scheduler:
             chain.blocks.append(block)
             if chain.kv_version < 0:
                 chain.kv_version = self.version
+        if len(chain.blocks) > num_before + 1:  # neighbours leave this engine as one
+            chain.blocks[num_before:] = sorted(chain.blocks[num_before:])
+            self.slots.table[sequence.slot, num_before : len(chain.blocks)] = chain.blocks[num_before:]
         return True
 
     def _admit(self) -> bool:

@@ -36,8 +36,16 @@ class Shipping(Protocol):
         """Blocks to publish at once at most, so that several moves find room."""
         ...
 
+    def populate(self) -> None:
+        """Gives the memory that blocks arrive in its pages, so that a move does not wait for them. Blocking."""
+        ...
+
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         """Makes blocks readable, which must not change meanwhile; their rows and checksums. Raises MoveRefused: no room."""
+        ...
+
+    def arrived(self, blocks: Sequence[int], checksums: Sequence[bytes]) -> None:
+        """These blocks were read, verified and filed: their checksums need not be made again when they move on."""
         ...
 
     def retract(self, rows: Sequence[int]) -> None:
@@ -87,6 +95,16 @@ class InPlace:
                 self._known[block] = (serial, fresh[block])
         return list(blocks), [fresh[b] if b in fresh else self._known[b][1] for b in blocks]
 
+    def populate(self) -> None:
+        assert self._cache.registered is not None
+        self._cache.registered.populate()
+
+    def arrived(self, blocks: Sequence[int], checksums: Sequence[bytes]) -> None:
+        for block, checksum in zip(blocks, checksums, strict=True):
+            serial = self._pool.serial(block)
+            if serial is not None:
+                self._known[block] = (serial, checksum)
+
     def retract(self, rows: Sequence[int]) -> None:
         """Whoever still reads them finds that their checksums differ once they are used again."""
 
@@ -110,7 +128,8 @@ class Staged:
     def __init__(self, cache: PagedKV, transfer: RowTransfer, num_rows: int) -> None:
         self._cache = cache
         self._transfer = transfer
-        self._rows = transfer.register_rows(STAGING, num_rows, cache.row_shape, cache.row_dtype).arrays["rows"]
+        self._registered = transfer.register_rows(STAGING, num_rows, cache.row_shape, cache.row_dtype)
+        self._rows = self._registered.arrays["rows"]
         self._host = torch.from_numpy(self._rows).view(cache.pool.dtype)
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -135,6 +154,12 @@ class Staged:
         except asyncio.CancelledError:
             self.retract(rows)
             raise
+
+    def populate(self) -> None:
+        self._registered.populate()
+
+    def arrived(self, blocks: Sequence[int], checksums: Sequence[bytes]) -> None:
+        """Blocks of a device are looked at in the rows they leave through."""
 
     def retract(self, rows: Sequence[int]) -> None:
         self._free.extend(rows)

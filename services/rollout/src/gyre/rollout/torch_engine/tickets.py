@@ -169,7 +169,7 @@ class Import:
         if more > pool.num_available:
             raise MoveRefused(f"no room: {more} blocks are wanted, {pool.num_available} can be had")
         taken = [pool.allocate(self._scheduler.version) for _ in range(more)]
-        self.blocks += [block for block in taken if block is not None]
+        self.blocks += sorted(block for block in taken if block is not None)  # neighbours are read as one
         self._filled += [0] * more
         self._checksums += [b""] * more
 
@@ -222,6 +222,11 @@ class Import:
         if tokens_digest(ids) != frozen.digest:
             raise MoveRefused("digest: these are not the tokens of the source")
         return self._file(ids, num, frozen.digest)
+
+    def arrived(self) -> tuple[list[int], list[bytes]]:
+        """The blocks that hold what was pulled, and its checksums, in order."""
+        num = next((n for n, filled in enumerate(self._filled) if not filled), len(self._filled))
+        return self.blocks[:num], self._checksums[:num]
 
     def drop(self, keeps_chain: bool = False) -> None:
         """Gives the blocks back, unless a request has adopted them. A read that is going on keeps them to its end."""

@@ -32,6 +32,7 @@ from gyre.policy.config import PolicyConfig
 from gyre.policy.model import PolicyModel
 from gyre.trainer.backends.base import Backend
 from gyre.trainer.backends.ranks import GlooChannel, LeadingBackend, RankBackend, follow
+from gyre.trainer.backends.timed import TimedBackend
 from gyre.trainer.backends.torch import TorchBackend
 from gyre.trainer.config import TrainerConfig
 
@@ -126,9 +127,12 @@ class Followers:
 def open_backend(config: TrainerConfig, place: Place | None) -> Opened:
     """The backend of this worker, or of the leader of its ranks, whose followers it starts unless somebody else did."""
     policy = ForeignPolicy.of(config.policy) if config.implementation == "transformers" else load_config(config.policy)
+    optimizer = config.optimizer if config.is_core else None
+    if config.training.backend == "timed":
+        times = config.training.timed_s_per_token, config.training.timed_update_s
+        return Opened(TimedBackend(load_model(config), config.loss, optimizer, config.device, *times), policy)
     if config.training.backend == "torch" and config.training.ranks == 1:
         _load_checkpointing()
-        optimizer = config.optimizer if config.is_core else None
         model = load_model(config)
         backend = TorchBackend(model, config.loss, optimizer, config.device, load_reference(config, model), config.memory_bytes)
         return Opened(backend, policy)

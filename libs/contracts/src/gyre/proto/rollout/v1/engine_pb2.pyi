@@ -238,16 +238,18 @@ class Stage(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[bytes]] = ..., token_ids: _Optional[bytes] = ..., kv_versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FreezeRequest(_message.Message):
-    __slots__ = ("ticket", "first_block", "request_id", "epoch")
+    __slots__ = ("ticket", "first_block", "request_id", "epoch", "namespace")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ticket: str
     first_block: int
     request_id: str
     epoch: int
-    def __init__(self, ticket: _Optional[str] = ..., first_block: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    namespace: str
+    def __init__(self, ticket: _Optional[str] = ..., first_block: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class Frozen(_message.Message):
     __slots__ = ("tail", "num_known", "num_computed", "known_ids", "digest", "opaque")

@@ -1,0 +1,63 @@
+"""The workloads and arrangements of the benches of elastic scheduling."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+TOKEN_S = 0.25
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("elastic_parts.records")
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("elastic_parts.shapes")
+
+
+@pytest.mark.parametrize("workload", ["paper", "sessions"])
+def test_a_seed_always_has_the_same_executions_and_another_one_others(records: ModuleType, workload: str) -> None:
+    one, again, other = (records.groups_of(workload, seed, 6, 4, TOKEN_S) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+@pytest.mark.parametrize("workload", ["paper", "sessions"])
+def test_half_of_the_executions_take_at_least_twenty_seconds(records: ModuleType, workload: str) -> None:
+    groups = records.groups_of(workload, 3, 200, 8, TOKEN_S)
+    durations = [record.duration_s(TOKEN_S) for group in groups for record in group]
+    assert statistics.median(durations) == pytest.approx(20.2, abs=1.5)
+    assert max(durations) < (records.SESSION_CAP_S if workload == "sessions" else 45.5) + 2 * TOKEN_S
+    assert min(wait for group in groups for r in group for wait, _ in r.calls) >= 0
+
+
+def test_the_cut_of_recorded_stretches_keeps_their_times(records: ModuleType) -> None:
+    pairs = [(1.0, 2.0)] * 20
+    record = records.scaled(pairs, 2.0, TOKEN_S)
+    assert len(record.calls) <= records.MAX_CALLS
+    assert record.duration_s(TOKEN_S) == pytest.approx(30.0, abs=len(record.calls) * TOKEN_S)
+
+
+@pytest.mark.parametrize("workload", ["paper", "sessions"])
+def test_every_arrangement_has_the_same_staleness_and_cells(shapes: ModuleType, workload: str) -> None:
+    base = shapes.base_config(workload)
+    assert set(shapes.CHOSEN[workload]) == set(shapes.SCHEDULES)
+    for schedule, shape in shapes.CHOSEN[workload].items():
+        config = shapes.config_of(base, shape)
+        assert config.cells.schedule == schedule
+        assert shape.phi + (shape.steps_per_burst - 1) / 2 == 2
+        assert config.cells.count + config.cells.standalone == 6
+        assert config.steps == base.steps
+        assert config.burst.staleness_limit >= config.burst.phi + config.burst.steps_per_burst - 1
+        rolling = 6 - config.cells.training
+        assert config.harness.max_concurrent == rolling * config.cells.executions_per_cell

@@ -1,0 +1,133 @@
+"""Cells that are lost, late or alone, and gates that hold cells back."""
+
+from dataclasses import replace
+
+from gyre.contracts import events as e
+from gyre.scheduler import core
+from gyre.scheduler.burst import train_group
+from gyre.scheduler.config import Plan
+from gyre.scheduler.gates import GateCounts
+from gyre.scheduler.schedules import Capacity, schedule_of
+from small_world import PLAN
+
+THREE = replace(PLAN, num_cells=3, num_steps=4, num_outstanding=4, evaluate_at_start=False, capacity=Capacity(4, 1000),
+                transition_timeout_s=100.0)
+ELASTIC = schedule_of("elastic")
+
+
+def opened(plan: Plan = THREE, num_done: int = 0) -> core.State:
+    """A burst is open, four groups of two executions are dispatched, `num_done` groups are completed; at second 10."""
+    state = core.fold(core.initial(plan.num_cells), e.RunOpened("d", 1, plan.num_cells), 1.0)
+    for cell in range(plan.num_cells):
+        state = core.fold(state, e.CellRolloutReady(cell, 0, 0, ""), 2.0)
+    state = core.fold(state, e.BurstOpened(0, 0, 1), 3.0)
+    for index in range(4):
+        group = train_group(plan, 0, index, index, 0)
+        state = core.fold(state, group, 3.0)
+        if index < num_done:
+            for spec in group.executions:
+                ended = e.ExecutionTerminated(spec.execution, group.group, "q", "train", "finished", 1, 1.0)
+                state = core.fold(state, ended, 9.0)
+            state = core.fold(state, e.GroupCompleted(group.group, 0, "q", "train", 0, (), 2, 0.5, 0.0, ()), 10.0)
+    return state
+
+
+def decided(state: core.State, now: float = 10.0, plan: Plan = THREE) -> core.Decision:
+    return core.decide(state, plan, ELASTIC, now)
+
+
+def assignment(decision: core.Decision) -> tuple[int, int, str, str]:
+    [fact] = decision.facts
+    assert isinstance(fact, e.CellRoleAssigned)
+    return fact.cell, fact.epoch, fact.role, fact.reason
+
+
+def test_the_core_goes_as_soon_as_what_is_unfinished_fits_and_a_group_waits() -> None:
+    assert decided(opened(num_done=0), plan=replace(THREE, capacity=Capacity(3))).blocked == "count"
+    assert decided(opened(num_done=0)).blocked == "supply"
+    assert assignment(decided(opened(num_done=1))) == (0, 1, "train", "")
+
+
+def test_tokens_hold_a_cell_back_that_the_count_would_let_go() -> None:
+    state = opened(num_done=1)
+    live = sorted(state.water.live)
+    state = core.fold(state, e.ContextsReported(1, dict.fromkeys(live, 400)))
+    assert decided(state).blocked == "tokens"
+    state = core.fold(state, e.ContextsReported(2, dict.fromkeys(live, 300)))
+    assert assignment(decided(state))[0] == 0
+
+
+def test_a_satellite_needs_more_work_than_it_costs_to_join() -> None:
+    state = opened(num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+    assert decided(state).facts == (), "one transition at a time"
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 12.0)
+    state = core.fold(state, e.BacklogReported(1, 0, 1, 10.0, 10.0, 1.0))
+    assert decided(state).blocked == "supply"
+    state = core.fold(state, e.BacklogReported(2, 0, 1, 10.5, 10.0, 1.0))
+    assert assignment(decided(state))[:3] == (1, 1, "train")
+    state = core.fold(state, e.CellRoleAssigned(1, 1, "train", "t", 0), 20.0)
+    state = core.fold(state, e.CellTrainJoined(1, 1, 0, 0), 28.0)
+    assert state.join_s == 8.0
+    state = core.fold(state, e.BacklogReported(3, 0, 1, 17.0, 10.0, 1.0))
+    assert decided(state).blocked == "supply", "8 seconds of joining are 8 units of work"
+    state = core.fold(state, e.BacklogReported(4, 0, 1, 19.0, 10.0, 1.0))
+    assert assignment(decided(state))[:3] == (2, 1, "train")
+
+
+def test_a_transition_to_training_that_nobody_confirms_is_rolled_back_with_its_reason() -> None:
+    state = core.fold(opened(num_done=1), e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+    assert decided(state, 110.0).facts == ()
+    assert assignment(decided(state, 110.5)) == (0, 2, "rollout", "train not confirmed within 100 s")
+    state = core.fold(state, e.CellRoleAssigned(0, 2, "rollout", "t", 0), 111.0)
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 112.0)
+    assert decided(state, 112.0).facts == (), "a confirmation of the epoch before counts for nothing"
+    state = core.fold(state, e.CellRolloutReady(0, 2, 0, ""), 113.0)
+    assert assignment(decided(state, 113.0))[:3] == (0, 3, "train"), "and it is tried again"
+
+
+def test_nobody_waits_at_the_end_of_a_burst_for_a_cell_that_does_not_come_back() -> None:
+    state = opened(num_done=4)
+    for cell in (0, 1):
+        state = core.fold(state, e.CellRoleAssigned(cell, 1, "train", "t", 0), 10.0)
+        state = core.fold(state, e.CellTrainJoined(cell, 1, 0, 0), 11.0)
+    state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 12.0)
+    state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 12.0)
+    back = decided(state, 12.0).facts
+    assert [(f.cell, f.role) for f in back] == [(1, "rollout")], "the core's next step is ready and what follows fits"
+    state = core.fold(state, back[0], 12.0)
+    state = core.fold(state, e.CellRolloutReady(2, 0, 1, "c"), 13.0)
+    assert decided(state, 100.0).facts == ()
+    assert decided(state, 113.0).facts == (e.BurstClosed(0, 1),)
+
+
+def test_a_lost_engine_is_no_capacity_until_it_serves_again() -> None:
+    state = opened(num_done=1)
+    state = core.fold(state, e.CellRolloutLost(2, 0, 1, "away"))
+    assert decided(state).blocked == "count"
+    state = core.fold(state, e.CellRolloutReady(2, 0, 0, "", 0))
+    assert decided(state).blocked == "count", "that was said before it was lost"
+    state = core.fold(state, e.CellRolloutReady(2, 0, 0, "", 1))
+    assert assignment(decided(state))[0] == 0
+
+
+def test_with_work_left_and_no_cell_to_serve_it_the_youngest_satellite_returns_at_once() -> None:
+    state = opened(num_done=2)
+    for cell in (0, 1):
+        state = core.fold(state, e.CellRoleAssigned(cell, 1, "train", "t", 0), 10.0)
+        state = core.fold(state, e.CellTrainJoined(cell, 1, 0, 0), 11.0)
+    state = core.fold(state, e.CellRolloutLost(2, 0, 1, "away"))
+    reason = "no cell serves what is unfinished"
+    assert assignment(decided(state, 12.0)) == (1, 2, "rollout", reason)
+    state = core.fold(state, e.CellRoleAssigned(1, 2, "rollout", "t", 0), 12.0)
+    assert decided(state, 13.0).facts == ()
+    assert assignment(decided(state, 113.0)) == (0, 2, "rollout", reason), "it does not come back: the core is the last one"
+
+
+def test_gates_are_counted_by_stretches() -> None:
+    counts = GateCounts()
+    for blocked in ("count", "count", "", "count", "supply", "supply"):
+        counts.observe(0, blocked)
+    counts.observe(1, "supply")
+    assert counts.total == {"count": 2, "supply": 2}
+    assert counts.in_burst == {"supply": 1}
