@@ -1,13 +1,15 @@
 """How much sooner is a run done when cells are lent between rollout and training? `make bench NAME=elastic`.
 
-Real processes, every one of the system: scheduler, gateway, executor, six engines, six trainers, evaluator, NATS. Only two
+Real processes, every one of the system: scheduler, gateway, executor, four engines, four trainers, evaluator, NATS. Only two
 things are not real: engines answer random tokens at a fixed speed (`engine.backend = "scripted"`) and trainers wait instead
-of computing (`training.backend = "timed"`), so that six cells fit two processors and time is what the arrangement makes
+of computing (`training.backend = "timed"`), so that four cells fit two processors and time is what the arrangement makes
 of it. Every schedule gets the same executions (`elastic_parts/records.py`: durations of the published system's shape, or of
 recorded coding-agent sessions), the same number of cells, and the same mean staleness d = phi + (mu - 1) / 2 = 2; how each
 uses them best was chosen with the simulator (`--choose`, `elastic_parts/shapes.py`) and committed, with the workload and all
-constants, before any schedule was measured: the commit "bench(elastic): workload, constants and arrangements, before
-anything is measured". Seeds are paired, schedules interleaved.
+constants, before any schedule was measured: the last commit "bench(elastic): workload, constants and arrangements, before any
+schedule is measured". Two earlier ones were given up after elastic alone had run: with six cells and five calls an execution
+the processors, shared with other work, made executions 1.4 times longer; with a second's flush each move waited for it.
+Seeds are paired, schedules interleaved.
 
     python bench/elastic.py [--workload paper|sessions] [--seeds 3] [--schedules elastic,async] [--steps N] [--set KEY=VALUE]
 

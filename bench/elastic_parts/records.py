@@ -1,9 +1,9 @@
 """The executions of the bench: what each waits and asks for, as task directories, and as a table for the simulator.
 
     paper      durations lognormal with sigma 0.35, as many cut off at 2.07 times the mean as the published system ends at 4 h
-               of a mean of 1.93 h; five calls, a third of the time spent in them
+               of a mean of 1.93 h; three calls, a third of the time spent in them
     sessions   stretches of recorded coding-agent sessions (`sessions/README.md`), their median made 20 s, cut off at 100 s;
-               neighbouring calls put together until there are eight, their times kept
+               neighbouring calls put together until there are four, their times kept
 
 The n-th group of a seed has the same executions under every schedule.
 """
@@ -24,8 +24,8 @@ from gyre.scheduler.config import plan_of
 
 WORKLOADS = ("paper", "sessions")
 MEDIAN_S, SIGMA, CAP = 20.5, 0.35, 4.0 / 1.93  # the cap over the mean
-NUM_CALLS, CALLING = 5, 0.35
-SESSION_MEDIAN_S, SESSION_CAP_S, MAX_CALLS = 20.0, 100.0, 8
+NUM_CALLS, CALLING = 3, 0.35
+SESSION_MEDIAN_S, SESSION_CAP_S, MAX_CALLS = 20.0, 100.0, 4
 STRETCHES = Path(__file__).with_name("sessions") / "stretches.jsonl"
 FIRST_TOKENS, CALL_TOKENS = 1, 5  # of a tree that nobody sampled: `begin`, and what is around each reply
 HIDDEN_TEST = "def test_outcome():\n    import outcome\n    assert outcome.PASSED\n"

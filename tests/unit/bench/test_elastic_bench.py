@@ -56,8 +56,8 @@ def test_every_arrangement_has_the_same_staleness_and_cells(shapes: ModuleType, 
         config = shapes.config_of(base, shape)
         assert config.cells.schedule == schedule
         assert shape.phi + (shape.steps_per_burst - 1) / 2 == 2
-        assert config.cells.count + config.cells.standalone == 6
+        assert config.cells.count + config.cells.standalone == 4
         assert config.steps == base.steps
         assert config.burst.staleness_limit >= config.burst.phi + config.burst.steps_per_burst - 1
-        rolling = 6 - config.cells.training
+        rolling = 4 - config.cells.training
         assert config.harness.max_concurrent == rolling * config.cells.executions_per_cell
