@@ -1,6 +1,6 @@
 # Everything a fresh clone needs is Python 3.11+ and make: each target sets .venv up first (at once when it is current).
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-harness test-trl test-engines test-nixl test-deepspeed lint fix gen gen-check bench lock clean
+.PHONY: help setup demo test test-gpu test-harness test-trl test-engines test-nixl test-deepspeed sim lint fix gen gen-check bench lock clean
 
 BIN := .venv/bin
 
@@ -15,6 +15,9 @@ demo: setup  ## Train the example policy with every service as its own process (
 
 test: lint gen-check  ## Lint, check generated code, run every test that needs nothing else (ARGS="-k name")
 	@$(BIN)/python -m pytest -m "not harness and not engines" $(ARGS)
+
+sim: setup  ## Simulate the whole protocol under faults: make sim SEEDS=300 FIRST=0 (ARGS="--keep-going --story FILE")
+	@PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(or $(SEEDS),300) --first $(or $(FIRST),0) $(ARGS)
 
 test-gpu: setup  ## One GPU, at most 8 minutes: contract, mismatch, speeds, role switch (ARGS="--engine vllm" for another engine)
 	@$(BIN)/python bench/gpu.py --check

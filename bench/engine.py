@@ -19,6 +19,9 @@ once, at the bandwidth of one thread that sums a large buffer, measured between 
 
     python bench/engine.py [--rounds 3] [--live 1 8 32] [--turns 6] [--answer 24] [--vllm .venv-vllm/bin/python]
 
+A contender that fails, or answers nothing for `--patience` seconds, is out from that load on; its ratio is over the loads
+before.
+
 The last line is for scripts: ratios of answer tokens per CPU-second over the whole mix, each load with equal weight (geometric
 mean), and the share of the bound at the smallest load.
 """
@@ -102,7 +105,9 @@ def one_round(up: list[Contender], loads: list[int], number: int, arguments: arg
             seed = 10 * number + repeat
             order = random.Random(seed).sample(up, len(up))
             job = agentic(seed, num_live, arguments.turns, arguments.answer, POLICY.vocab_size)
-            results = {one.name: one.run(job) for one in order}
+            results = all_of(order, job, arguments.patience, measured)
+            order = [one for one in order if one.name in results]
+            up[:] = [one for one in up if one.name in results]
             for name, result in results.items():
                 measured.mix.setdefault((name, num_live), []).append(result)
                 say(f"round {number}, {num_live} live, {name}: {job.num_tokens / result.cpu_s:.0f} tok/CPU-s")
@@ -113,6 +118,17 @@ def one_round(up: list[Contender], loads: list[int], number: int, arguments: arg
                 measured.decode.setdefault((one.name, num_live), []).append(step)
                 if not math.isnan(step):
                     say(f"round {number}, {num_live} live, {one.name}: decode step {1000 * step:.2f} CPU-ms")
+
+
+def all_of(order: list[Contender], job: Job, patience_s: float, measured: Measured) -> dict[str, Result]:
+    """One job by everybody; whoever does not come through is entered as missing from here on."""
+    results = {}
+    for one in order:
+        try:
+            results[one.name] = one.run(job, patience_s)
+        except Missing as error:
+            measured.missing[one.name] = f"with {len(job.prompts)} live: {error}"
+    return results
 
 
 def say(line: str) -> None:
@@ -155,12 +171,12 @@ def report(measured: Measured, loads: list[int], jobs: dict[int, Job], names: li
     print(f"{'live':>4} {'contender':>10} {'tok/CPU-s':>10} {'tok/s':>8} {'ours/it':>8}   {'decode ms':>9} {'it/ours':>8}")
     for num_live in loads:
         job = jobs[num_live]
-        for name in names:
+        for name in (n for n in names if (n, num_live) in measured.mix):
             runs = measured.mix[name, num_live]
             rate = job.num_tokens / statistics.median(r.cpu_s for r in runs)
             wall = job.num_tokens / statistics.median(r.wall_s for r in runs)
             line = f"{num_live:>4} {name:>10} {rate:>10.0f} {wall:>8.0f} {ratio(measured, name, num_live):>8.2f}"
-            step = 1000 * statistics.median(measured.decode[name, num_live])
+            step = 1000 * statistics.median(measured.decode.get((name, num_live), [math.nan]))
             decode = "" if math.isnan(step) else f"   {step:>9.2f} {decode_ratio(measured, name, num_live):>8.2f}"
             print(line + decode)
     for name, (count, total) in measured.differing.items():
@@ -172,12 +188,12 @@ def report(measured: Measured, loads: list[int], jobs: dict[int, Job], names: li
 
 def ratio(measured: Measured, name: str, num_live: int) -> float:
     """Median over rounds of the contender's CPU seconds over ours, for the mix."""
-    pairs = zip(measured.mix[name, num_live], measured.mix["gyre", num_live], strict=True)
+    pairs = zip(measured.mix[name, num_live], measured.mix["gyre", num_live], strict=False)
     return statistics.median(other.cpu_s / ours.cpu_s for other, ours in pairs)
 
 
 def decode_ratio(measured: Measured, name: str, num_live: int) -> float:
-    pairs = zip(measured.decode[name, num_live], measured.decode["gyre", num_live], strict=True)
+    pairs = zip(measured.decode[name, num_live], measured.decode["gyre", num_live], strict=False)
     return statistics.median(other / ours for other, ours in pairs)
 
 
@@ -200,6 +216,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--live", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--answer", type=int, default=24, help="tokens of every answer")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds for one job, after which a contender is out")
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     parser.add_argument("--only", nargs="+", default=["gyre", "generate", "cb", "vllm"], help="contenders; gyre must be one")
     return parser.parse_args()
@@ -216,7 +233,7 @@ def main() -> None:
         up = start(stack, model, home, arguments.vllm, arguments.only, measured)
         for number in range(1, arguments.rounds + 1):
             one_round(up, loads, number, arguments, measured)
-        names = [one.name for one in up]
+        names = [name for name in arguments.only if any(key[0] == name for key in measured.mix)]
     for name, why in measured.missing.items():
         print(f"{name}: n/a ({why})")
     jobs = {n: agentic(1, n, arguments.turns, arguments.answer, POLICY.vocab_size) for n in loads}
@@ -224,7 +241,8 @@ def main() -> None:
     share = shares(measured, loads)
     figures = []
     for name in ("generate", "cb", "vllm"):
-        mean = math.exp(statistics.fmean(math.log(ratio(measured, name, n)) for n in loads)) if name in names else None
+        done = [n for n in loads if (name, n) in measured.mix]
+        mean = math.exp(statistics.fmean(math.log(ratio(measured, name, n)) for n in done)) if done else None
         figures.append(f"ratio_{name}={'n/a' if mean is None else format(mean, '.2f')}")
     print(f"engine {' '.join(figures)} share_bound={share[min(loads)]:.2f}")
 

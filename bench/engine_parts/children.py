@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -40,12 +41,17 @@ class Contender:
         self._log = log
         self._answer()
 
-    def run(self, job: Job) -> Result:
-        """Raises Missing if the process ends instead of answering."""
+    def run(self, job: Job, patience_s: float = 900.0) -> Result:
+        """Raises Missing if the process ends instead of answering, or has to be ended because it does not."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; what it said last is in its log
             print(json.dumps(job.to_wire()), file=self._process.stdin, flush=True)
-        answer = self._answer()
+        watch = threading.Timer(patience_s, self._process.kill)
+        watch.start()
+        try:
+            answer = self._answer()
+        finally:
+            watch.cancel()
         result = Result(answer.pop("cpu_s"), answer.pop("wall_s"), answer.pop("answers"), answer)
         lengths = {len(ids) for turns in result.answers for ids in turns}
         if lengths != {job.num_answer}:

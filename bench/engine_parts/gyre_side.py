@@ -17,7 +17,7 @@ from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
 from side import Answers, serve
 
-KV_TOKENS = 65536
+KV_TOKENS = 131072
 
 
 class Gyre:

@@ -10,7 +10,7 @@ import torch
 from side import Answers, serve
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-KV_TOKENS = 65536
+KV_TOKENS = 131072
 PAGE_TOKENS = 32
 BATCH_TOKENS = 2048
 

@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 class EngineProcess:
-    """The process, and a client of it that outlives restarts."""
+    """The process, and a client of it."""
 
     def __init__(self, home: Path, backend: str) -> None:
         port = free_port()
@@ -73,12 +73,15 @@ class EngineProcess:
         (home / "run.toml").write_text(RUN.format(backend=backend))
         (home / "deployment.toml").write_text(DEPLOYMENT.format(port=port, endpoints=unused))
         self.home = home
-        self.stub = pb_grpc.EngineServiceStub(grpc.insecure_channel(f"127.0.0.1:{port}"))
+        self.address = f"127.0.0.1:{port}"
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
         files = ["--config", str(self.home / "run.toml"), "--deployment", str(self.home / "deployment.toml")]
         self.process = subprocess.Popen([sys.executable, "-m", "gyre.rollout.main", "engine", *files, "--cell", "0"])
+        # A channel of its own: an older one may notice only with its next call that the process behind it was killed.
+        channel = grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)])
+        self.stub = pb_grpc.EngineServiceStub(channel)
         self.stub.GetStatus(status_pb2.StatusRequest(), timeout=120, wait_for_ready=True)
         return self.process
 

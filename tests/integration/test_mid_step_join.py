@@ -54,6 +54,7 @@ RUN_TOML = """
 name = "join"
 steps = 2
 [cells]
+schedule = "elastic"
 count = 2
 [policy]
 checkpoint = "policy"

@@ -1,8 +1,8 @@
 """JetStream as far as the protocol rests on it: streams, message ids, conditional publishes, positions and a work queue.
 
 A publish is retried until it is acknowledged, and its question or its answer may be lost, so that what was refused or is
-sent again may be stored already. Message ids are remembered for `window_s` only. One connection keeps its order; what is
-sent again comes later than what was sent after it.
+sent again may be stored already; what was sent while the wires were cut arrives when they are mended. Message ids are
+remembered for `window_s` only. One connection keeps its order; what is sent again comes later than what was sent after it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre.contracts.events import Fact
-from gyre.contracts.subjects import STREAMS, Stream, message_id, row_of, subject_of
-
+from gyre.contracts.events import Fact, LeaseTaken
+from gyre.contracts.subjects import CTL, STREAMS, Stream, message_id, row_of, subject_of
 from sim.kernel import LATE, Process, Reply, Task, World
 
 RUN = "run"
@@ -150,6 +149,16 @@ class Bus:
             reader.pump()
         return message.sequence
 
+    def store_again(self, message: Message) -> None:
+        """A retry of `message` arrives when its id is forgotten."""
+        leader = self.leader() if message.stream == CTL.name else message.writer
+        self._append(self.logs[message.stream], Ask(message.fact, message.id, leader, message.at))
+
+    def leader(self) -> str:
+        """Who wrote the newest lease; a retry is stored again under its own lease only."""
+        leases = [m for m in self.logs[CTL.name].messages if isinstance(m.fact, LeaseTaken)]
+        return leases[-1].writer if leases else ""
+
     def messages(self, stream: Stream) -> Sequence[Message]:
         return self.logs[stream.name].messages
 
@@ -180,13 +189,15 @@ class Bus:
         at = self._arrives[key] = max(self._arrives.get(key, 0.0), self.world.now + self.delay())
 
         def arrive() -> None:
-            if not self.world.reaches(process.name, NATS):
+            if process.name in self.world.mute or not self.world.reaches(process.name, NATS):
+                if process.life == key[1]:  # it lies in the client's buffer until it is connected again
+                    self.world.after(0.5, arrive)
                 return
             answer = self.store(ask)
             if self.world.passes(NATS, process.name):
                 self.world.after(self.world.pick(0.001, 0.02), lambda: reply.give(answer))
 
-        if self.world.passes(process.name, NATS):
+        if not self.world.is_lost():
             self.world.after(at - self.world.now, arrive)
 
     # ------------------------------------------------------------ reading

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gyre.contracts.events import WeightsPublished
-
-from sim.kernel import Broken, Process, Refused, Reply, Task, World
+from sim.kernel import Broken, Process, Refused, Reply, Task, Unreachable, World
 
 DEVICE_POLL_S = 0.2
 DEVICE_WAIT_S = 5.0
@@ -105,40 +104,36 @@ class SimEngine:
 
     def wake(self, epoch: int, published: WeightsPublished) -> Task:
         """Devices, weights, checksum, admission. Returns version and checksum. Raises Refused."""
-        yield from self._one_at_a_time()
-        try:
-            self._fence(epoch, "engine")
-            if self.is_awake:
-                if not self.devices.try_take(self.process, "engine", epoch):
-                    raise Refused(f"stale epoch {epoch}")
-            else:
-                yield from self._take_devices(epoch)
-            yield self.world.pick(0.05, 0.5)
-            return (yield from self._load(published))
-        finally:
-            self._free()
+        return self._one_at_a_time(lambda: self._wake(epoch, published))
 
     def load(self, published: WeightsPublished) -> Task:
         """Swap weights of an awake engine at a token boundary. Raises Refused."""
-        yield from self._one_at_a_time()
-        try:
-            if not self.is_awake:
-                raise Refused("asleep")
-            return (yield from self._load(published))
-        finally:
-            self._free()
+        return self._one_at_a_time(lambda: self._swap(published))
 
     def sleep(self, epoch: int) -> Task:
         """Close admission, give the devices back. Raises Refused."""
-        yield from self._one_at_a_time()
-        try:
-            if self.is_awake or epoch != self.devices.epoch:
-                self._fence(epoch, "nobody")
-            yield self.world.pick(0.02, 0.2)
-            self.admits, self.weights = False, None
-            self.devices.give_back(self.process, epoch)
-        finally:
-            self._free()
+        return self._one_at_a_time(lambda: self._sleep(epoch))
+
+    def _wake(self, epoch: int, published: WeightsPublished) -> Task:
+        self._fence(epoch, "engine")
+        if not self.is_awake:
+            yield from self._take_devices(epoch)
+        elif not self.devices.try_take(self.process, "engine", epoch):
+            raise Refused(f"stale epoch {epoch}")
+        yield self.world.pick(0.05, 0.5)
+        return (yield from self._load(published))
+
+    def _swap(self, published: WeightsPublished) -> Task:
+        if not self.is_awake:
+            raise Refused("asleep")
+        return (yield from self._load(published))
+
+    def _sleep(self, epoch: int) -> Task:
+        if self.is_awake or epoch != self.devices.epoch:
+            self._fence(epoch, "nobody")
+        yield self.world.pick(0.02, 0.2)
+        self.admits, self.weights = False, None
+        self.devices.give_back(self.process, epoch)
 
     def _load(self, published: WeightsPublished) -> Task:
         wanted = (published.version, published.checksum)
@@ -173,15 +168,19 @@ class SimEngine:
             yield DEVICE_POLL_S
         raise Refused("the trainer still holds the devices")
 
-    def _one_at_a_time(self) -> Task:
+    def _one_at_a_time(self, command: Callable[[], Task]) -> Task:
         while self._busy is not None:
             yield self._busy
-        self._busy = self.world.reply()
-
-    def _free(self) -> None:
-        busy, self._busy = self._busy, None
-        if busy is not None:
-            busy.give(None)
+        busy = self._busy = self.world.reply()
+        try:
+            done = yield from command()
+        except (Refused, Unreachable) as error:  # not `finally`: what a killed process held is not given back by it
+            done = error
+        self._busy = None
+        busy.give(None)
+        if isinstance(done, Exception):
+            raise done
+        return done
 
     # ------------------------------------------------------------ tokens
 

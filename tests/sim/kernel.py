@@ -16,6 +16,7 @@ from typing import Any
 
 Task = Generator[Any, Any, Any]
 TRACE_LENGTH = 4000
+MAX_AT_ONCE = 10_000
 
 
 class _Late:
@@ -86,9 +87,11 @@ class World:
     now: float = 0.0
     lossy: float = 0.0  # share of messages that are lost
     num_events: int = 0
+    num_at_once: int = 0  # events at this very moment
     processes: dict[str, Process] = field(default_factory=dict)
     cuts: set[frozenset[str]] = field(default_factory=set)  # pairs that cannot reach each other
     down: set[str] = field(default_factory=set)  # what nobody can reach
+    mute: set[str] = field(default_factory=set)  # whose messages to the bus do not get out, while it hears everything
     trace: deque[tuple[float, str, str, Any]] = field(default_factory=lambda: deque(maxlen=TRACE_LENGTH))
     restart_s: float = 1.0
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -116,7 +119,11 @@ class World:
 
     def step(self) -> None:
         """The next thing that happens."""
+        before = self.now
         self.now, _, process, life, do = heapq.heappop(self._heap)
+        self.num_at_once = self.num_at_once + 1 if self.now == before else 0
+        if self.num_at_once > MAX_AT_ONCE:
+            raise Broken(f"{process.name if process else 'somebody'} goes round without waiting")
         if process is not None:
             if process.life != life:
                 return
@@ -232,7 +239,11 @@ class World:
 
     def passes(self, one: str, other: str) -> bool:
         """Whether one message gets through."""
-        return self.reaches(one, other) and not (self.lossy and self.dice.random() < self.lossy)
+        return self.reaches(one, other) and not self.is_lost()
+
+    def is_lost(self) -> bool:
+        """Whether a message vanishes although the wires are up."""
+        return bool(self.lossy) and self.dice.random() < self.lossy
 
     def call(self, caller: Process, callee: Process, work: Callable[[], Any], timeout_s: float = 10.0) -> Task:
         """Remote procedure call: `work` is done in `callee` (a generator is run as its task). Raises Unreachable.

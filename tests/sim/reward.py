@@ -1,4 +1,4 @@
-"""Evaluators: they take work from the queue, say one result and only then acknowledge. The decisions are `gyre.reward.core`'s."""
+"""Evaluators: they take work from the queue, say one result and only then acknowledge. `gyre.reward.core` decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 
 from gyre.contracts.events import EvaluationRequested
 from gyre.reward.core import Again, Attempt, Budget, Failed, Graded, NothingGradable, Result, Score, conclude, refuse_delivery
-
 from sim.bus import RUN, Bus
 from sim.kernel import Broken, Process, Task, World
 

@@ -17,7 +17,6 @@ from gyre.contracts.subjects import CTL, TRAIN
 from gyre.rollout import local as at
 from gyre.rollout.core import RolloutCore, State
 from gyre.rollout.execution import due_limit
-
 from sim.bus import Bus
 from sim.engines import SimEngine
 from sim.kernel import Process, Refused, Reply, Task, Unreachable, World
@@ -81,7 +80,6 @@ class SimRollout:
         self._admits: set[int] = set()
         self._wanted: dict[int, at.SettleCell] = {}
         self._changed = self.world.reply()
-        self._live: dict[int, int] = {}
         for engine in self.engines:
             self.world.spawn(self.process, _Keeper(self, engine).run())
         self.world.spawn(self.process, self._watch())
@@ -287,17 +285,14 @@ class SimRollout:
                 yield self._changed, 5.0
                 session.stall_s += self.world.now - began
                 continue
-            cell = min(self._admits, key=lambda c: (self._live.get(c, 0), -c))
-            self._live[cell] = self._live.get(cell, 0) + 1
+            cell = self.world.dice.choice(sorted(self._admits))
+            engine = self.engines[cell]
             try:
-                engine = self.engines[cell]
                 version, checksum = yield from self.world.call(self.process, engine.process, engine.generate, 5.0)
             except (Unreachable, Refused):
                 yield 0.1
                 continue
-            finally:
-                self._live[cell] -= 1
-            self._sampled("engine", version, checksum)
+            self._sampled(engine.process.name, version, checksum)
             spans.append(e.VersionSpan(2 * len(spans), 2 * len(spans) + 2, version))
         return tuple(spans), cell
 

@@ -12,7 +12,6 @@ from gyre.contracts.events import Fact
 from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ, Stream, message_id, row_of, subject_of
 from gyre.scheduler.config import LEASE_TTL_S, RENEW_EVERY_S
 from gyre.scheduler.core import State, decide, fold, initial
-
 from sim.bus import RUN, Bus, Fenced, Message
 from sim.kernel import LATE, Exit, Process, Refused, Task, World
 from sim.setting import Setting
@@ -73,16 +72,13 @@ class SimLease:
 
     def say(self, fact: Fact) -> Task:
         """Publish under the lease; returns the sequence."""
-        answer = yield from self._bus.publish(self._process, fact, self._condition())
+        answer = yield from self._bus.publish(self._process, fact, (LEASE, self._sequence))
         if isinstance(answer, Fenced):
             last = yield from self._bus.last_message(self._process, row_of(fact).stream, subject_of(fact, RUN))
             if last is None or last.id != message_id(fact, RUN):
                 raise Exit("lost the lease")
             return last.sequence
         return answer
-
-    def _condition(self) -> tuple[str, int] | None:
-        return LEASE, self._sequence
 
 
 class SimScheduler:

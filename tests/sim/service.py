@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 from gyre.contracts.events import Fact
 from gyre.contracts.subjects import Stream, message_id, row_of, subject_of
 from gyre.runtime.effects import Core, KeepingCore, Publish, Tick, WriteBlob
-
 from sim.bus import RUN, Bus, Fenced, Message
 from sim.kernel import Broken, Process, Reply, Task, World
 
@@ -70,6 +69,8 @@ class SimService(Generic[S]):
         self.disk, self.blobs = Disk(), world.blobs
         self.snapshot_every = world.dice.choice((15, 60, 1000))
         self.stepped: list[Callable[[], None]] = []
+        self.rebuild: Callable[[], bytes | None] = lambda: None  # a snapshot from what is left when the disk was lost
+        self.lost_its_disk = False
         self._subscriptions, self._perform, self._begin = subscriptions, perform, begin
         self._single_writer, self._tick_s = single_writer, tick_s
         self.state: S = core.initial()
@@ -197,7 +198,13 @@ class SimService(Generic[S]):
 
     # ------------------------------------------------------------ life cycle
 
+    def lose_disk(self) -> None:
+        """The SQLite file is gone, with what was in the outbox."""
+        self.disk, self.lost_its_disk = Disk(), True
+
     def _start(self) -> None:
+        if self.lost_its_disk and not (self.disk.journal or self.disk.snapshot or self.disk.applied):
+            self.disk.snapshot = self.rebuild()
         disk = self.disk
         self._inbox.clear()
         self._is_due = self._is_publishing = False

@@ -68,9 +68,10 @@ def setting_of(seed: int) -> Setting:
     mu, cells = dice.choice((1, 1, 2)), dice.randint(1, 4)
     drawn = Setting(
         seed=seed, schedule=name, cells=cells, steps=mu * dice.choice((2, 3)) if mu == 1 else dice.choice((3, 4)), mu=mu,
-        phi=dice.choice((0, 1)), groups=dice.choice((1, 2)), executions=dice.choice((1, 2, 3)), capacity=dice.choice((2, 4, 8)),
-        kv_tokens=dice.choice((0, 0, 60)), evaluations=dice.choice((0, 0, 1)), schedulers=dice.choice((2, 2, 3)),
-        window_s=dice.choice((60.0, 3600.0)), fences_first=dice.random() < 0.5, transition_s=dice.choice((90.0, 600.0)))
+        phi=dice.choice((0, 1)), groups=dice.choice((1, 2, 3)), executions=dice.choice((1, 2, 3)),
+        capacity=dice.choice((2, 4, 8)), kv_tokens=dice.choice((0, 0, 60)), evaluations=dice.choice((0, 0, 1)),
+        schedulers=dice.choice((2, 2, 3)), window_s=dice.choice((60.0, 3600.0)), fences_first=dice.random() < 0.5,
+        transition_s=dice.choice((90.0, 600.0)))
     if name.startswith("async"):
         cells = max(cells, 2)
         return replace(drawn, cells=cells, training=dice.randint(1, cells - 1), phi=dice.choice((0, 1, 1)))

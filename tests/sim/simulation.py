@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gyre.contracts import events as e
-from gyre.contracts.subjects import CALL, CTL, EXEC, REWARD, TRAJ
+from gyre.contracts.subjects import CALL, CTL, EXEC, REWARD
 from gyre.trainer.step import MembershipRules
 from gyre.trajectory.config import TrajectoryConfig
 from gyre.trajectory.core import TrajectoryCore
 from gyre.trajectory.packing import Budget
-
 from sim.bus import Bus
 from sim.engines import Checkpoints, Devices, SimEngine, Weights
 from sim.faults import Fault, Faults, draw
 from sim.invariants import Invariants
-from sim.kernel import Broken, Process, Refused, Task, Unreachable, World
+from sim.kernel import Broken, Refused, Task, Unreachable, World
 from sim.reward import SimEvaluator
 from sim.rollout import SimRollout
 from sim.scheduler import SimScheduler
@@ -27,7 +26,7 @@ from sim.setting import Setting, setting_of
 from sim.trainer import SimCore, SimSatellite, Worker
 
 GRACE_S = 1500.0
-FAULTS_OVER_S = 40.0
+FAULTS_OVER_S = 60.0
 ROLE_ORDER = ("main", "main-summary", "sub-agent", "sub-agent-summary")
 
 
@@ -71,7 +70,7 @@ class Simulation:
         self._build_engines(parts)
         self._build_trainers(parts)
         self._build_others(parts)
-        self.faults = Faults(self.world, self.bus, faults, self._stop)
+        self.faults = Faults(self.world, self.bus, faults, self._stop, self._lose_disk)
         for mutate in parts.mutate:
             mutate(self)
 
@@ -98,7 +97,7 @@ class Simulation:
         world, bus = self.world, self.bus
         self.schedulers = [parts.scheduler(world, bus, world.process(f"scheduler-{i}"), self.setting)
                            for i in range(self.setting.schedulers)]
-        config = TrajectoryConfig("run", "policy", 5, ROLE_ORDER, "grpo", Budget(16, 10_000), keep_zero_advantage=True)
+        config = TrajectoryConfig("run", "policy", 5, ROLE_ORDER, "grpo", Budget(8, 10_000), keep_zero_advantage=True)
         reads = (Subscription(CTL, (e.GroupDispatched,)), Subscription(CALL, (e.CallRecorded,)),
                  Subscription(EXEC, (e.ExecutionTerminated,)),
                  Subscription(REWARD, (e.ExecutionScored, e.ExecutionUnscorable)))
@@ -112,13 +111,14 @@ class Simulation:
         self.services = [self.rollout.service, self.trajectory, *(w.service for w in workers)]
         rollout = self.rollout.service
         rollout.stepped.append(self.invariants.follow_epochs(
-            "rollout", lambda: {c.cell: c.epoch for c in rollout.state.cells.values()}))
+            rollout, lambda: {c.cell: c.epoch for c in rollout.state.cells.values()}))
         for worker in workers:
             worker.service.stepped.append(self.invariants.follow_epochs(
-                worker.process.name, lambda w=worker: {w.devices.cell: w.state.cell.epoch}))
+                worker.service, lambda w=worker: {w.devices.cell: w.state.cell.epoch}))
 
     def _fetch(self, engine: SimEngine, published: e.WeightsPublished) -> Task:
         """From the core's memory if it has them, else from the checkpoint."""
+        yield self.world.pick(0.05, 2.0)
         try:
             weights: Weights = yield from self.world.call(
                 engine.process, self.core.process, lambda: self.core.fetch(published), 3.0)
@@ -143,6 +143,9 @@ class Simulation:
                 yield from self.world.call(self.operator, scheduler.process, lambda s=scheduler: command(s), 2.0)
             except (Unreachable, Refused):
                 continue
+
+    def _lose_disk(self, name: str) -> None:
+        next(s for s in self.services if s.process.name == name).lose_disk()
 
     def _stop(self, reason: str) -> None:
         def ask() -> Task:
@@ -216,5 +219,3 @@ def simulate_seed(seed: int, parts: Parts | None = None) -> Outcome:
     setting = setting_of(seed)
     return simulate(setting, faults_of(setting), parts)
 
-
-__all__ = ["Outcome", "Parts", "Process", "Simulation", "faults_of", "simulate", "simulate_seed"]

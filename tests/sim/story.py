@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from gyre.contracts.events import Fact
 from gyre.contracts.subjects import BY_RECORD, row_of
-
 from sim.faults import Fault, Pattern, parse_fault
 from sim.setting import Setting
 from sim.simulation import Outcome

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from gyre.contracts import events as e
 from gyre.contracts.codec import pack
-from gyre.contracts.subjects import CTL, EXEC, TRAJ
+from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ
 from gyre.trainer import core as at
 from gyre.trainer.claims import ClaimTable, Offer, Verdict
 from gyre.trainer.core import TrainerCore, TrainerState
+from gyre.trainer.recovery import rebuild
 from gyre.trainer.speeds import Speeds
 from gyre.trainer.step import MembershipRules
-
 from sim.bus import Bus
 from sim.engines import Checkpoints, Devices, Weights
 from sim.kernel import Broken, Process, Refused, Reply, Task, Unreachable, World
@@ -78,6 +78,23 @@ class Worker:
             world, bus, process, TrainerCore(devices.cell, rules), (control, cells, *groups), self._perform, self._begin,
             (e.StepSealed,))
         process.stop = lambda: devices.give_back(process)
+        self.service.rebuild = lambda: self._rebuilt(bus)
+
+    def ledger(self) -> bytes | None:
+        """The copy in the newest checkpoint; only the core has one."""
+        return None
+
+    def _rebuilt(self, bus: Bus) -> bytes | None:
+        """As `restore.rebuild_lost_ledger` does it: the checkpoint's copy and what was said since."""
+        said = [m.fact for m in bus.messages(TRAIN)]
+        if not said:
+            return None
+        core, copy = self.service.core, self.ledger()
+        groups = [m.fact for m in bus.messages(TRAJ)] if self.devices.cell == 0 else []
+        completed = {g.group: g for g in reversed(groups) if g.purpose == "train"}
+        completed = dict(reversed(completed.items()))
+        state = core.restore(copy) if copy else core.initial()
+        return core.snapshot(rebuild(state, self.devices.cell, said, completed))
 
     @property
     def state(self) -> TrainerState:
@@ -114,7 +131,7 @@ class Worker:
         """The gradient of one micro-step, on this cell's devices."""
         if ref.blob.path not in self.world.blobs:
             raise Broken(f"{ref.blob.path} is referred to and was never written")
-        yield self.world.pick(0.05, 1.2)
+        yield self.world.pick(0.1, 3.0)
         self.devices.check(self.process, "trains")
         return gradient(ref.micro_step, weights)
 
@@ -128,6 +145,10 @@ class SimCore(Worker):
         self.satellites: dict[int, SimSatellite] = {}
         self.table: ClaimTable | None = None
         super().__init__(world, bus, process, devices, rules)
+
+    def ledger(self) -> bytes | None:
+        newest = self.checkpoints.newest()
+        return self.checkpoints.ledgers[newest.version] if newest else None
 
     def prepare(self) -> None:
         self.table = None
@@ -364,9 +385,8 @@ class SimSatellite(Worker):
         while self._assigned(epoch):
             try:
                 yield from self._take_part(epoch)
-            except Refused:
-                yield RETRY_S
-            except Unreachable:
+            except (Refused, Unreachable):
+                self.exported = None
                 yield RETRY_S
 
     def _assigned(self, epoch: int) -> bool:
@@ -383,10 +403,8 @@ class SimSatellite(Worker):
         yield self.world.pick(0.02, 0.5)  # pulls the weights
         if self.state.cell.joined < epoch:
             yield from self.service.submit(at.DevicesTaken(epoch, step, weights.version))
-        try:
-            yield from self._work(epoch, worker, step, attempt, weights)
-        finally:
-            self.exported = None
+        yield from self._work(epoch, worker, step, attempt, weights)
+        self.exported = None
         yield from self._ask(lambda: self._core.leave(worker))
 
     def _work(self, epoch: int, worker: str, step: int, attempt: int, weights: Weights) -> Task:

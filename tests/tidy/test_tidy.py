@@ -36,10 +36,11 @@ LONGER: dict[str, str] = {
 PURE: dict[str, tuple[str, ...]] = {
     "services/rollout": ("rollout/cell.py", "rollout/execution.py", "rollout/local.py", "rollout/placement.py", *(
         f"rollout/gateway/{noun}.py" for noun in ("context", "delivery", "evidence", "messages", "provenance", "restore"))),
-    "libs/contracts": ("contracts/digest.py", "contracts/events.py", "contracts/microstep.py", "contracts/subjects.py"),
-    "services/scheduler": tuple(
-        f"scheduler/{noun}.py" for noun in ("burst", "config", "schedules", "transition", "waterlevel")
-    ),
+    "libs/contracts": tuple(
+        f"contracts/{noun}.py" for noun in ("digest", "events", "microstep", "simulation", "subjects")),
+    "services/scheduler": tuple(f"scheduler/{noun}.py" for noun in (
+        "burst", "config", "gates", "schedules", "transition", "waterlevel", *(f"simulation/{part}" for part in (
+            "agenda", "bounds", "constants", "engines", "measures", "scenario", "sweep", "trainer", "workload", "world")))),
     "services/trainer": tuple(f"trainer/{noun}.py" for noun in ("claims", "elastic", "metrics", "speeds", "step")),
     "services/trajectory": tuple(f"trajectory/{noun}.py" for noun in (
         "admission", "completion", "config", "group", "inspection", "packing", "reading", "record", "roles", "said",

@@ -12,6 +12,7 @@ from gyre.contracts.events import (
     StepSealed,
     WeightsPublished,
 )
+from gyre.runtime.effects import Publish
 from gyre.trainer.core import (
     AttemptFailed,
     CheckpointWritten,
@@ -138,6 +139,15 @@ def test_a_crash_between_the_checkpoint_and_its_fact_publishes_after_the_restart
     again = run.crash()
     again.hear(WorkerStarted(2))
     assert again.state.owes_checkpoint
+
+
+def test_after_a_restart_sealed_membership_is_said_again_for_a_ledger_whose_outbox_was_lost() -> None:
+    run = ledger()
+    run.hear(completed("a"), completed("b"))
+    core = TrainerCore(0, MembershipRules(2, 1))
+    rebuilt = core.restore(core.snapshot(run.state))
+    said = [effect.fact for effect in core.resume(rebuilt, 0.0) if isinstance(effect, Publish)]
+    assert said == run.said(StepSealed)
 
 
 def test_a_failed_attempt_begins_the_step_again() -> None:

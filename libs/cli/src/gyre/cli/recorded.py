@@ -1,7 +1,8 @@
 """A recorded run as the simulator takes it: its executions group by group, and what its stages took.
 
 What is measured: durations of the executions, from their dispatch where none had to wait for another to end, and their
-contexts; the time from an execution's end to its score; the cost of its micro-steps in seconds of one cell (steps from their
+contexts; where more ran than the serving cells hold, what they would have taken by themselves, since the simulation slows them
+down again; the time from an execution's end to its score; the cost of its micro-steps in seconds of one cell (steps from their
 seal to their end, all cells that trained in them thought busy), the update inside it; transitions by stage, new weights in
 engines that stayed; the time from a burst's last step to its publication. A move is taken to be over when its cell is.
 """
@@ -9,6 +10,7 @@ engines that stayed; the time from a burst's last step to its publication. A mov
 import asyncio
 import shutil
 import tempfile
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from gyre.cli.facts import Stamped
 from gyre.cli.launcher import HOST, connect_patiently, free_ports, nats_binary
 from gyre.cli.ledger import RunLedger, load_ledger
 from gyre.cli.run_dir import open_existing, read_pids
-from gyre.cli.views import cell_timelines, executions, level_at, waterlevels
+from gyre.cli.views import cell_timelines, executions, level_at, roles_at, waterlevels
 from gyre.contracts import events as e
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.simulation import WorkloadRows
@@ -38,9 +40,17 @@ class Recording:
     num_steps: int = 0
 
 
-def recording_of(ledger: RunLedger, max_concurrent: int) -> Recording:
-    """`max_concurrent`: executions that ran at once at most. Raises ConfigError if no training group is complete."""
-    levels = waterlevels(ledger)
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Executions that one cell serves at full speed, and that ran at once at most."""
+
+    per_cell: int
+    max_concurrent: int
+
+
+def recording_of(ledger: RunLedger, room: Room) -> Recording:
+    """Raises ConfigError if no training group is complete."""
+    levels, pace = waterlevels(ledger), Pace.of(ledger, room)
     cost_s = _seconds_per_cost(ledger)
     ended, rows = executions(ledger), []
     for name, dispatched in ledger.all(e.GroupDispatched).items():
@@ -48,12 +58,13 @@ def recording_of(ledger: RunLedger, max_concurrent: int) -> Recording:
         if dispatched.fact.purpose != "train" or completed is None:
             continue
         specs = dispatched.fact.executions
-        waits = level_at(levels, dispatched.time_s) > max_concurrent
+        waits = level_at(levels, dispatched.time_s) > room.max_concurrent
         train_s = cost_s * sum(ref.cost for ref in completed.fact.micro_steps) / len(specs)
         for spec in specs:
             terminated = ended[spec.execution].terminated
             if terminated is not None:
-                seconds = terminated.fact.wall_s if waits else max(0.0, terminated.time_s - dispatched.time_s)
+                took_s = terminated.fact.wall_s if waits else max(0.0, terminated.time_s - dispatched.time_s)
+                seconds = pace.between(terminated.time_s - took_s, terminated.time_s)
                 rows.append((seconds, terminated.fact.max_context, train_s, name))
     if not rows:
         raise ConfigError(f"{ledger.run}: no training group is complete, so there is nothing to simulate from")
@@ -64,6 +75,39 @@ def recording_of(ledger: RunLedger, max_concurrent: int) -> Recording:
                      _constants(ledger), end - begin, len(finished))
 
 
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far executions came: from `times[i]` on they advance `rates[i]` seconds a second, having come `reached[i]`."""
+
+    times: tuple[float, ...]
+    rates: tuple[float, ...]
+    reached: tuple[float, ...]
+
+    @classmethod
+    def of(cls, ledger: RunLedger, room: Room) -> "Pace":
+        """As the simulation has it: at a load above what the serving cells hold everything is that much slower."""
+        levels, timelines = waterlevels(ledger), cell_timelines(ledger)
+        times = sorted({t for t, _ in levels} | {b.start_s for bars in timelines.values() for b in bars})
+        rates, reached = [], [0.0]
+        for time in times:
+            load = min(level_at(levels, time), room.max_concurrent)
+            serving = sum(role == "rollout" for role in roles_at(timelines, time).values())
+            rates.append(min(1.0, serving * room.per_cell / load) if load else 1.0)
+        for start, end, rate in zip(times, times[1:], rates, strict=False):
+            reached.append(reached[-1] + (end - start) * rate)
+        return cls(tuple(times), tuple(rates), tuple(reached[:len(times)]))
+
+    def _at(self, time_s: float) -> float:
+        place = bisect_right(self.times, time_s) - 1
+        if place < 0:
+            return time_s - self.times[0] if self.times else time_s
+        return self.reached[place] + (time_s - self.times[place]) * self.rates[place]
+
+    def between(self, start_s: float, end_s: float) -> float:
+        """Seconds at full speed."""
+        return self._at(end_s) - self._at(start_s)
 
 
 def _seconds_per_cost(ledger: RunLedger) -> float:
@@ -124,7 +168,7 @@ def _mean_into(sections: dict[str, dict[str, float]], key: str, values: Iterable
 # ---------------------------------------------------------------- reading
 
 
-def read_recording(run: Path, max_concurrent: int) -> Recording:
+def read_recording(run: Path, room: Room) -> Recording:
     """Read a run's facts, from its NATS server if it is up, else from a copy of what the server left on disk.
 
     Raises:
@@ -135,14 +179,14 @@ def read_recording(run: Path, max_concurrent: int) -> Recording:
         raise ConfigError(f"{run}: deployment.toml is missing, so there are no facts to read")
     deployment = load_deployment(found.deployment)
     if read_pids(found):
-        return recording_of(asyncio.run(_load(deployment.nats_url, deployment.run)), max_concurrent)
+        return recording_of(asyncio.run(_load(deployment.nats_url, deployment.run)), room)
     store = found.path / "nats"
     if not store.is_dir():
         raise ConfigError(f"{store}: no such directory; the run's facts are not on this machine")
     with tempfile.TemporaryDirectory(prefix="gyre-simulate-") as home:
         copy = Path(home) / "nats"
         shutil.copytree(store, copy)
-        return recording_of(asyncio.run(_load_stored(copy, deployment.run)), max_concurrent)
+        return recording_of(asyncio.run(_load_stored(copy, deployment.run)), room)
 
 
 async def _load(url: str, run: str) -> RunLedger:

@@ -60,7 +60,7 @@ def simulate(config: ConfigPath = None, sets: Sets = None, constants: Constants 
 def _request(config: Path | None, sets: list[str] | None, constants: Path | None, workload: str, from_run: Path | None,
              num_cells: int, schedules: list[str] | None, sweep: bool, seeds: int,
              with_lanes: bool) -> tuple[SimulationRequest, RunConfig, Recording | None]:
-    from gyre.cli.recorded import read_recording
+    from gyre.cli.recorded import Room, read_recording
     from gyre.cli.simulation import merged_constants, workload_rows
     from gyre.contracts.simulation import SimulationRequest
     from gyre.runtime.config import load_run
@@ -74,16 +74,17 @@ def _request(config: Path | None, sets: list[str] | None, constants: Path | None
     loaded = load_run(path, sets)
     if num_cells:
         loaded = replace(loaded, cells=replace(loaded.cells, count=num_cells, standalone=0, training=0))
-    recording = read_recording(from_run, loaded.harness.max_concurrent) if from_run else None
+    room = Room(loaded.cells.executions_per_cell or loaded.engine.max_running, loaded.harness.max_concurrent)
+    recording = read_recording(from_run, room) if from_run else None
     rows = recording.rows if recording else workload_rows(workload)
     measured = recording.constants if recording else {}
-    wanted = tuple(dict.fromkeys(schedules or _default_schedules(loaded)))
+    wanted = tuple(dict.fromkeys(schedules or _default_schedules(loaded, sweep)))
     return SimulationRequest(to_toml(loaded), wanted, merged_constants(constants, measured), rows, loaded.seed, seeds, sweep,
                              with_lanes), loaded, recording
 
 
-def _default_schedules(config: RunConfig) -> list[str]:
-    others = ["elastic", "async+streaming"] + ([] if config.burst.phi else ["colocate"])
+def _default_schedules(config: RunConfig, sweep: bool) -> list[str]:
+    others = ["elastic", "async+streaming"] + (["colocate"] if sweep or not config.burst.phi else [])
     return [config.cells.schedule, *(name for name in others if config.cells.count > 1 or not name.startswith("async"))]
 
 
@@ -92,12 +93,13 @@ def _notes(config: RunConfig, request: SimulationRequest, recording: Recording |
 
     burst, cells = config.burst, config.cells
     source = request.rows.source or "a table" if request.rows else "a lognormal distribution"
+    slots, last_seed = cells.executions_per_cell or config.engine.max_running, request.first_seed + request.num_seeds - 1
     notes = [f"{config.name}: {config.steps} steps of {burst.groups_per_step} groups of {burst.executions_per_group} "
-             f"executions, {cells.count + cells.standalone} cells for {cells.executions_per_cell or config.engine.max_running} "
-             f"executions each; durations from {source}; seeds {request.first_seed} to {request.first_seed + request.num_seeds - 1}"]
+             f"executions, {cells.count + cells.standalone} cells for {slots} executions each; durations from {source}; "
+             f"seeds {request.first_seed} to {last_seed}"]
     if recording is not None and recording.num_steps:
         own = [r for r in runs if (r.schedule, r.steps_per_burst, r.phi) == (cells.schedule, burst.steps_per_burst, burst.phi)]
-        said = f"; simulated under its own schedule {duration(own[0].makespan_s / len(own[0].steps))}" if own else ""
+        said = f"; simulated under its own schedule {duration(own[0].steps[-1].finished_s / len(own[0].steps))}" if own else ""
         notes.append(f"the recorded run took {duration(recording.makespan_s / recording.num_steps)} per step{said}")
     return notes
 

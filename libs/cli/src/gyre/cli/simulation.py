@@ -87,7 +87,7 @@ def _stretches(path: Path) -> WorkloadRows:
             if not isinstance(call, list):
                 continue  # a sub-agent's calls: inside the stretch, not a part of its own length
             stretch.append(call)
-            if call[5] != "tool_use":
+            if call[5] == "end_turn":
                 rows += _row(stretch)
                 stretch = []
         rows += _row(stretch)
@@ -97,7 +97,7 @@ def _stretches(path: Path) -> WorkloadRows:
 def _row(stretch: list[list]) -> list[tuple[float | str, ...]]:
     if len(stretch) < MIN_CALLS:
         return []
-    seconds = stretch[-1][0] + stretch[-1][3] - stretch[0][0]
+    seconds = stretch[-1][0] + (stretch[-1][3] or 0.0) - stretch[0][0]  # of some calls the model's time is not known
     return [(float(seconds), float(max(call[1] + call[2] for call in stretch)))] if seconds > 0 else []
 
 

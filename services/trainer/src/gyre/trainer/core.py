@@ -170,7 +170,9 @@ class TrainerCore:
         return unpack(data, TrainerState)
 
     def resume(self, state: TrainerState, now: float) -> list[Effect]:
-        return [Attend()]
+        """Membership that is sealed is said again: a ledger rebuilt from a checkpoint may know what never left its outbox."""
+        sealed = (plan for plan in state.membership.plans.values() if plan.sealed)
+        return [*(Publish(plan.fact()) for plan in sealed), Attend()]
 
     def step(self, state: TrainerState, event: object, now: float) -> tuple[TrainerState, list[Effect]]:
         """Apply one fact or local event. Unknown events change nothing."""
