@@ -124,6 +124,30 @@ def test_with_work_left_and_no_cell_to_serve_it_the_youngest_satellite_returns_a
     assert assignment(decided(state, 113.0)) == (0, 2, "rollout", reason), "it does not come back: the core is the last one"
 
 
+def test_no_schedule_lets_the_last_cell_go_that_serves_what_is_unfinished() -> None:
+    """The static split would send the core to training, and the recall back, for ever."""
+    plan = replace(THREE, num_cells=2)
+    state = core.fold(opened(plan), e.CellRolloutLost(1, 0, 1, "away"))
+    assert core.decide(state, plan, schedule_of("async", 1), 10.0) == core.Decision(blocked="count")
+    state = core.fold(state, e.CellRolloutReady(1, 0, 0, "", 1))
+    assert assignment(core.decide(state, plan, schedule_of("async", 1), 10.0))[:3] == (0, 1, "train")
+
+
+def test_a_burst_is_not_opened_while_nobody_serves_and_who_trains_comes_back() -> None:
+    plan = replace(THREE, num_cells=2)
+    state = opened(plan, num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 11.0)
+    state = core.fold(state, e.CellRolloutLost(1, 0, 1, "away"))
+    state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 12.0)
+    state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 12.0)
+    assert assignment(decided(state, 12.0, plan))[:3] == (0, 2, "rollout"), "although the next step is ready"
+    state = core.fold(state, e.CellRoleAssigned(0, 2, "rollout", "t", 1), 12.0)
+    assert decided(state, 13.0, plan).facts == ()
+    state = core.fold(state, e.CellRolloutReady(0, 2, 1, "c"), 14.0)
+    assert decided(state, 14.0, plan).facts == (e.BurstClosed(0, 1),)
+
+
 def test_gates_are_counted_by_stretches() -> None:
     counts = GateCounts()
     for blocked in ("count", "count", "", "count", "supply", "supply"):

@@ -223,7 +223,7 @@ def _close(state: State) -> Decision:
 
 def _open_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> Decision:
     """Dispatch waits until every cell that rolls out serves the version the burst begins at."""
-    returning = _bring_back(state, _returning(state, plan, schedule))
+    returning = _bring_back(state, _returning(state, plan, schedule, now))
     if returning or not _all_serve(state, plan, now):
         return Decision(tuple(returning))
     num_steps = min(plan.steps_per_burst, plan.num_steps - state.published_version)
@@ -240,19 +240,19 @@ def _is_missing(cell: CellState, state: State, plan: Plan, now: float) -> bool:
 
 def _all_serve(state: State, plan: Plan, now: float) -> bool:
     """Every cell that rolls out serves the published version, except those that are missing; at least one does."""
-    rolling = [c for c in state.cells if c.role == "rollout"]
-    serving = [c for c in rolling if c.serves(state.published_version)]
-    training = [c for c in state.cells if c.role == "train"]
-    absent = [c for c in rolling if not c.serves(state.published_version)]
-    return bool(serving or training) and all(_is_missing(c, state, plan, now) for c in absent)
+    serving = [c for c in state.cells if c.serves(state.published_version)]
+    others = [c for c in state.cells if c.role == "rollout" and c not in serving]
+    return bool(serving) and all(_is_missing(c, state, plan, now) for c in others)
 
 
 def _bring_back(state: State, cells: list[CellState], reason: str = "") -> list[e.Fact]:
     return [next_assignment(c, "rollout", state.published_version, reason) for c in cells]
 
 
-def _returning(state: State, plan: Plan, schedule: Schedule) -> list[CellState]:
-    """Cells that trained and do not stay over the burst's end."""
+def _returning(state: State, plan: Plan, schedule: Schedule, now: float) -> list[CellState]:
+    """Cells that trained and do not stay over the burst's end; all of them if nobody else can serve what comes."""
+    if all(c.role == "train" or _is_missing(c, state, plan, now) for c in state.cells):
+        return [c for c in state.cells if c.role == "train"]
     view = view_of(state, plan)
     return [c for c in state.cells if c.role == "train" and not schedule.stays(c, view)]
 
@@ -282,15 +282,19 @@ def _inside_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> D
         return Decision(tuple(recalled))
     if not is_calm and any(not c.settled and not _is_missing(c, state, plan, now) for c in state.cells):
         return WAIT
-    choice = schedule.next_to_train(view_of(state, plan))
+    view = view_of(state, plan)
+    choice = schedule.next_to_train(view)
     if choice.cell is None:
         return Decision(blocked=choice.blocked)
-    return Decision((next_assignment(state.cells[choice.cell], "train", state.published_version),))
+    cell = state.cells[choice.cell]
+    if state.water.level and view.num_serving == cell.serves_any:
+        return Decision(blocked="count")  # whatever the schedule: it would be recalled at once
+    return Decision((next_assignment(cell, "train", state.published_version),))
 
 
 def _end_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> Decision:
     ends = state.published_version >= plan.num_steps or state.stop_reason
-    leaving = [c for c in state.cells if c.role == "train"] if ends else _returning(state, plan, schedule)
+    leaving = [c for c in state.cells if c.role == "train"] if ends else _returning(state, plan, schedule, now)
     returning = _bring_back(state, leaving)
     if returning or not _all_serve(state, plan, now):
         return Decision(tuple(returning))

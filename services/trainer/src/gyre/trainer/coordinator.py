@@ -248,9 +248,7 @@ class Coordinator:
         now = self._clock.now()
         if now - self._backlog_at >= BACKLOG_EVERY_S and table.unclaimed_cost != self._ledger.state.unclaimed_cost:
             self._backlog_at = now
-            speeds = self._speeds
-            per_s = sum(speeds.of(c) for c in speeds.work) / len(speeds.work) if speeds.work else 0.0
-            await self._ledger.submit(ClaimsObserved(table.unclaimed_cost, per_s))
+            await self._ledger.submit(ClaimsObserved(table.unclaimed_cost, self._speeds.mean))
 
     # ------------------------------------------------------------ the burst's end
 

@@ -83,7 +83,9 @@ class Speeds:
 
     def of(self, cell: int) -> float:
         """Cost per second; of a cell that was never measured what the others do on average, 1 if nothing is known."""
-        if cell in self.work:
-            return self.work[cell] / self.seconds[cell]
-        known = [self.work[c] / self.seconds[c] for c in self.work]
-        return sum(known) / len(known) if known else 1.0
+        return self.work[cell] / self.seconds[cell] if cell in self.work else self.mean or 1.0
+
+    @property
+    def mean(self) -> float:
+        """Cost per second of a cell on average, 0 if nothing is known."""
+        return sum(self.work[c] / self.seconds[c] for c in self.work) / len(self.work) if self.work else 0.0
