@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 LEAVING = {"gyre.rollout.release", "gyre.rollout.drain", "gyre.engine.sleep", "gyre.train.join", "gyre.train.wake"}
 RETURNING = {"gyre.train.release", "gyre.engine.wake", "gyre.engine.devices", "gyre.engine.restore", "gyre.weights.pull",
              "gyre.weights.verify", "gyre.engine.probe", "gyre.engine.admit"}
-# Each span of the chain begins where the one before it ended, whatever keeps a process from its CPU meanwhile.
 MIN_COVERAGE = 0.8  # on a busy machine; `gyre trace` says what it is
 
 
