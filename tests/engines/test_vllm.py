@@ -33,9 +33,9 @@ torch.set_num_threads(1)
 if "GYRE_VLLM_PYTHON" not in os.environ:
     pytest.skip("make test-engines installs vLLM and runs this", allow_module_level=True)
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
-POLICY = PolicyConfig("qwen3", 512, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=2048)
+POLICY = PolicyConfig("qwen3", 512, 64, 96, 4, 4, 2, 16, tie_word_embeddings=True, qk_norm=True, max_position=2048)
 LONGEST, SLOTS, PROMPTS, ANSWER, BLOCK = 2048, 24, 20, 200, 32
-CALLS, LONG_ANSWER = 8, 1000  # a small model has said much by the time that it hears an abort
+CALLS, LONG_ANSWER = 8, 800  # a small model has said much by the time that it hears an abort: many layers, many tokens
 
 
 def weights(number: int) -> Mapping[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from gyre.rollout.engines.torch import TorchEngine, TorchEngineConfig
 from gyre.rollout.torch_engine.moves import StagedMover
 from gyre.rollout.torch_engine.policies import Policy
 from gyre.rollout.torch_engine.scheduler import SchedulerConfig
+from gyre.rollout.torch_engine.sequence import Batch
 from gyre.transfer import Transfer
 from row_fabric import Fabric, FabricRows
 
@@ -46,6 +47,7 @@ class Stepped(TorchEngine):
         self.clock = Clock()
         config = TorchEngineConfig(scheduler, dtype, is_deterministic=is_deterministic)
         super().__init__(policy, config, transfer or self.rows, clock or self.clock)
+        self._begun: Batch | None = None
 
     @property
     def moves(self) -> StagedMover:
@@ -56,9 +58,27 @@ class Stepped(TorchEngine):
         await asyncio.Event().wait()
 
     async def step(self, num: int = 1) -> None:
+        await self.end()
         for _ in range(num):
             async with self._boundary:
                 await self._iterate()
+
+    async def begin(self) -> None:
+        """Schedules an iteration; `end` computes it. What happens in between happens while the model runs."""
+        if self._begun is None:
+            await self._boundary.acquire()
+            self._begun = self._scheduler.schedule()
+            if self._begun is None:
+                self._boundary.release()
+            else:
+                self._rows = self._scheduler.sampling_rows(self._begun)
+
+    async def end(self) -> None:
+        """The model writes what it computes only now, into blocks that may have been given up meanwhile."""
+        if self._begun is not None:
+            batch, self._begun = self._begun, None
+            self._scheduler.commit(batch, self._model_call(batch, self._rows))
+            self._boundary.release()
 
     async def run(self, limit: int = 2000) -> None:
         """Until nothing is in flight."""
@@ -78,7 +98,7 @@ class Stepped(TorchEngine):
     def check_blocks(self, is_idle: bool = False) -> None:
         """Free, cached, live and held blocks are all there are, and every reference has an owner."""
         pool = self._scheduler.pool
-        held = self.moves.blocks_held()
+        held = self.moves.blocks_held() + self._scheduler.withheld
         live = [block for s in self._scheduler.sequences for block in s.chain.blocks]
         used = set(held) | set(live)
         assert pool.num_free + pool.num_cached + len(used) == pool.num_blocks

@@ -124,12 +124,12 @@ class Drain:
         with telemetry.span("gyre.kv.migrate", gyre__execution=call.job.execution, gyre__cell__id=trip.source.cell,
                             gyre__cell__to=trip.destination.cell) as span:
             try:
-                verdict = await migrate(trip.move, self._limits, lambda: call.stop(number), progress)
+                verdict = await migrate(trip.move, self._limits, lambda: call.stop(number), progress, call.num_tokens)
                 has_arrived = await self._go_on(call, number, trip, verdict, progress)
             finally:
                 call.carry_on(number)
                 self._release(trip, keeps_destination=has_arrived)
-                _describe(span, progress, "moved" if has_arrived else progress.reason or "lost")
+                _describe(span, trip.move.ticket, progress, "moved" if has_arrived else progress.reason or "lost")
         if has_arrived:
             left.moved.add(call)
             self._count(progress)
@@ -194,7 +194,7 @@ class Drain:
             finally:
                 del routes.arriving[execution]
                 self._release(trip, keeps_destination=False)
-                _describe(span, progress, "moved" if progress.has_committed else progress.reason or "lost")
+                _describe(span, trip.move.ticket, progress, "moved" if progress.has_committed else progress.reason or "lost")
         if progress.has_committed and self._waits_at(execution, trip.source):
             routes.affinity[execution] = trip.destination.cell
             routes.holds(execution, trip.destination.cell, progress.num_tokens)
@@ -241,12 +241,13 @@ class Drain:
         self._routes.counts.num_bytes_moved += progress.num_bytes
 
 
-def _describe(span: telemetry.Span, progress: Progress, outcome: str) -> None:
+def _describe(span: telemetry.Span, ticket: str, progress: Progress, outcome: str) -> None:
     for name, value in (("tokens", progress.num_tokens), ("bytes", progress.num_bytes), ("blocks", progress.num_blocks),
                         ("stages", progress.num_stages), ("outcome", outcome)):
         span.set_attribute(f"gyre.{name}", value)
     if progress.failed is not None:
         span.set_attribute("gyre.detail", str(progress.failed))
+        log.info("%s: not moved: %s", ticket, progress.failed)
 
 
 async def _within(timeout_s: float, works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -1,6 +1,6 @@
 """One move of a request, or of a cached prefix, from one engine to another.
 
-    open -> reserve -> (read stage -> pull) ... -> freeze -> pull tail -> commit
+    open -> reserve and read stage -> pull (-> read stage -> pull) ... -> freeze -> pull tail -> commit
 
 Until `freeze` the request goes on decoding on the source and a failure costs nothing. `freeze` is the point of no
 return: the source's stream ends with its last token, and the call goes on at the destination if it committed, at the
@@ -9,9 +9,9 @@ asked again when its answer was lost; the last word on who goes on has the call'
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from gyre.contracts.errors import EngineError
 from gyre.contracts.events import Sampling
@@ -134,10 +134,12 @@ def misfit(offer: Offer, expected: Expected) -> str:
     return "version" if offer.weights_version != expected.version else ""
 
 
-async def migrate(move: Move, limits: MoveLimits, freezing: Callable[[], bool], progress: Progress) -> Verdict:
+async def migrate(move: Move, limits: MoveLimits, freezing: Callable[[], bool], progress: Progress,
+                  num_heard: Callable[[], int] = lambda: 0) -> Verdict:
     """Carry out a move and say where its request can go on. Raises nothing but CancelledError.
 
     `freezing` is called before the source is asked to stop; False means that there is nothing to stop any more.
+    `num_heard`: how many tokens the request is known to have by now, which may be less than there are; 0: nobody knows.
     """
     try:
         async with asyncio.timeout(limits.total_s):
@@ -147,7 +149,7 @@ async def migrate(move: Move, limits: MoveLimits, freezing: Callable[[], bool], 
                     await _fetch(move, limits, frozen, progress)
                 progress.has_committed = True
             else:
-                await _copy(move, limits, freezing, progress)
+                await _copy(move, limits, freezing, progress, num_heard)
     except MoveFailed as failed:
         progress.failed = failed
     except TimeoutError:
@@ -155,7 +157,8 @@ async def migrate(move: Move, limits: MoveLimits, freezing: Callable[[], bool], 
     return verdict(progress)
 
 
-async def _copy(move: Move, limits: MoveLimits, freezing: Callable[[], bool], progress: Progress) -> None:
+async def _copy(move: Move, limits: MoveLimits, freezing: Callable[[], bool], progress: Progress,
+                num_heard: Callable[[], int]) -> None:
     """The protocol of engines of kind `staged`. Raises MoveFailed."""
     source, destination, ticket, step_s = move.source, move.destination, move.ticket, limits.step_s
     offer = await _ask("source", lambda: source.open_export(ticket, move.what, move.epoch, limits.lease_s, step_s))
@@ -167,16 +170,19 @@ async def _copy(move: Move, limits: MoveLimits, freezing: Callable[[], bool], pr
     room = Reservation(ticket, move.epoch, offer.layout, offer.weights_version, offer.namespace,
                        min(offer.max_tokens, offer.num_tokens + limits.margin_tokens),
                        limits.lease_s)
-    await _ask("destination", lambda: destination.reserve(room, step_s))
-    stage = await _read(move, 0, limits)
-    num_chased = num_copied = 0
+    stage = await _both(_read(move, 0, limits), _ask("destination", lambda: destination.reserve(room, step_s)))
+    num_chased = num_copied = next_block = 0
     while not is_last(len(stage.rows), num_chased, limits):
         await _pull(move, offer, stage, limits, progress)
         # What was known at the start comes in as many stages as the source makes of it; only then it is chased.
+        block_tokens = len(stage.token_ids) // len(stage.rows)
         num_copied += len(stage.token_ids)
-        num_chased += num_copied + len(stage.token_ids) // len(stage.rows) >= offer.num_tokens
-        stage = await _read(move, stage.first_block + len(stage.rows), limits)
-    frozen = await _freeze(move, limits, freezing, progress, stage.first_block)
+        next_block += len(stage.rows)
+        num_chased += num_copied + block_tokens >= offer.num_tokens
+        if num_chased and 0 < num_heard() - num_copied <= block_tokens * limits.last_blocks // 2:
+            break  # few more by what was heard, and not twice as many by what was not: the source need not be asked
+        stage = await _read(move, next_block, limits)
+    frozen = await _freeze(move, limits, freezing, progress, next_block)
     progress.num_tokens = frozen.num_known
     try:
         async with asyncio.timeout(limits.stop_s):
@@ -232,6 +238,16 @@ async def _freeze(move: Move, limits: MoveLimits, freezing: Callable[[], bool], 
         raise
     progress.frozen = frozen
     return frozen
+
+
+async def _both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any]) -> T:
+    """The result of the first of two that are asked beside each other. A failure is raised when both are through, so that
+    what is released then is all there is."""
+    result, other = await asyncio.gather(first, second, return_exceptions=True)
+    for failed in (other, result):
+        if isinstance(failed, BaseException):
+            raise failed
+    return cast(T, result)
 
 
 async def _ask(side: Side, ask: Callable[[], Awaitable[T]]) -> T:

@@ -139,7 +139,7 @@ class Prefix:
 
 
 class Mover(Protocol):
-    """The moving half of an engine of kind `staged`. Called from the engine's event loop, between two iterations.
+    """The moving half of an engine of kind `staged`. Called from the engine's event loop.
 
     All but `release` raise `MoveRefused`; those that name a ticket raise `TicketUnknown` for one that is not held.
     Nothing is cancelled halfway: a caller that went away, or whose deadline passed, sends `release`, which may come while a

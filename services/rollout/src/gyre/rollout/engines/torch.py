@@ -85,7 +85,7 @@ class TorchEngine:
         self._weights = Weights(-1, "", "")
         self._admitting = self._verified = self._asleep = False
         self._failure: str | None = None
-        self._boundary = asyncio.Lock()  # held while the model runs: whoever takes it stands between two tokens
+        self._boundary = asyncio.Lock()  # held while the model runs: whoever takes it stands between two iterations
         self._work = asyncio.Event()
         self._thread: ThreadPoolExecutor | None = None
         self._driver: asyncio.Task[None] | None = None

@@ -51,6 +51,7 @@ class BlockPool:
         self._index: dict[Key, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._next_serial = 1
+        self._allocations = [0] * num_blocks
         self.versions = np.full(num_blocks, -1, dtype=np.int64)
         """The oldest weights version that anything in a block was computed under."""
 
@@ -69,9 +70,13 @@ class BlockPool:
         """Blocks that `allocate` can hand out now, filed but unused ones included."""
         return len(self._free) + len(self._idle)
 
-    def serial(self, block: int) -> int | None:
-        """Names what a filed block holds; None for one that is not filed."""
-        return None if self._keys[block] is None else self._serials[block]
+    def is_filed(self, block: int) -> bool:
+        """Whether the block is full and can be found."""
+        return self._keys[block] is not None
+
+    def allocation(self, block: int) -> int:
+        """Names what a full block holds: changes whenever the block is handed out anew."""
+        return self._allocations[block]
 
     def match(self, root: Root, ids: np.ndarray) -> tuple[list[int], Tip]:
         """Takes a reference on the longest filed prefix of `ids` (int32 [T]); returns its blocks in order and its tip.
@@ -101,6 +106,7 @@ class BlockPool:
         else:
             return None
         self._refs[block] = 1
+        self._allocations[block] += 1
         self.versions[block] = version
         return block
 

@@ -112,6 +112,10 @@ class PagedKV:
         """Stores the keys and values of T tokens of a layer."""
         self._places.index_copy_(0, places_T + layer * self.block_size, torch.stack((k_TKD, v_TKD), dim=1))
 
+    def copy(self, block: int, to: int) -> None:
+        """What one block holds, into another."""
+        self.pool[to].copy_(self.pool[block])
+
     @property
     def num_vectors(self) -> int:
         """Rows of what `vectors` returns."""

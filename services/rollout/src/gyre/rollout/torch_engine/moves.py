@@ -1,8 +1,9 @@
 """Moves between engines: tickets and their leases. See `gyre.rollout.engines.moving`.
 
-Whoever takes blocks or stops a request does so under the engine's boundary, between two iterations; the rest only reads
-what does not change or gives back what it holds. Leases run against a given clock and are looked at in every iteration,
-in every load report and by a timer, so that they end without new traffic.
+All of it happens while the model computes: blocks are taken that nobody writes to, and a request that decodes is stopped
+at its last token, whatever becomes of the one that is being computed (whoever goes on draws the same one). Only a request
+that is being prefilled is waited for, at the engine's boundary between two iterations. Leases run against a given clock and
+are looked at in every iteration, in every load report and by a timer, so that they end without new traffic.
 """
 
 from __future__ import annotations
@@ -85,9 +86,12 @@ class StagedMover:
 
     async def freeze(self, ticket: str, first_block: int) -> Frozen:
         """See `Mover.freeze`."""
-        async with self._boundary:
-            export = self._export(ticket)
-            holding = export.freeze()
+        export, shipping = self._export(ticket), self._need_shipping()
+        if export.can_stop():
+            holding = export.freeze(shipping.copy)
+        else:
+            async with self._boundary:
+                holding = self._export(ticket).freeze(shipping.copy)
         tail = await self._publish(ticket, export, first_block, holding.chain.blocks)
         num = holding.chain.num_computed
         return Frozen(tail, len(holding.ids), num, holding.ids[num:].copy(), tokens_digest(holding.ids))
@@ -96,15 +100,14 @@ class StagedMover:
         """See `Mover.reserve`."""
         ticket = reservation.ticket
         self._need_shipping()
-        async with self._boundary:
-            if not self._is_open():
-                raise MoveRefused("this engine takes no requests")
-            held = self._imports.get(ticket)
-            if held is None or held.reservation != reservation:
-                self._check(reservation)
-                self._drop(ticket)
-                self._imports[ticket] = Import(self._scheduler, reservation)
-                self._remember(ticket, reservation.epoch)
+        if not self._is_open():
+            raise MoveRefused("this engine takes no requests")
+        held = self._imports.get(ticket)
+        if held is None or held.reservation != reservation:
+            self._check(reservation)
+            self._drop(ticket)
+            self._imports[ticket] = Import(self._scheduler, reservation)
+            self._remember(ticket, reservation.epoch)
         self._renew(ticket, reservation.lease_s)
 
     async def pull(self, ticket: str, region: str, stage: Stage, timeout_s: float) -> None:
@@ -112,10 +115,9 @@ class StagedMover:
         held = self._import(ticket)
         shipping = self._need_shipping()
         async with held.one_at_a_time:
-            async with self._boundary:
-                if held.is_dropped:
-                    raise TicketUnknown(f"ticket: {ticket!r} was dropped")
-                held.grow(stage.first_block + len(stage.rows))
+            if held.is_dropped:
+                raise TicketUnknown(f"ticket: {ticket!r} was dropped")
+            held.grow(stage.first_block + len(stage.rows))
             indexes = held.missing(stage)
             if indexes:
                 held.is_reading = True

@@ -75,6 +75,8 @@ class Scheduler:
         self.num_sampled = self.num_prefilled = self.num_reused = self.num_preempted = 0
         self._arrivals = 0
         self._by_id: dict[str, Sequence] = {}
+        self._computing: Batch | None = None  # what the model computes now
+        self._withheld: list[int] = []  # until it is through
 
     @property
     def has_work(self) -> bool:
@@ -85,6 +87,11 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         """Everything in flight."""
         return list(self._by_id.values())
+
+    @property
+    def withheld(self) -> list[int]:
+        """References on blocks of sequences that ended while the model still writes to them; for tests and reports."""
+        return self._withheld
 
     def find(self, request_id: str) -> Sequence | None:
         """The request in flight of that name."""
@@ -134,13 +141,17 @@ class Scheduler:
                 break
             budget -= self._place(self.running[-1], budget, batch)
         self.waiting.extendleft(reversed(later))
-        return batch if batch.rows else None
+        self._computing = batch if batch.rows else None
+        return self._computing
 
     def commit(self, batch: Batch, sampled: Sampled) -> None:
         """Enters computed and sampled tokens, pushes events, retires what has finished.
 
-        Rows that were aborted while the model ran are passed over.
+        Rows that ended while the model ran (aborted, moved) are passed over.
         """
+        self._computing = None
+        self.pool.release(self._withheld)
+        self._withheld = []
         for sequence, count in zip(batch.rows, batch.counts, strict=True):
             if sequence.slot < 0:
                 continue
@@ -169,8 +180,19 @@ class Scheduler:
         self._retire(sequence, finish)
         return True
 
+    def num_being_computed(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that the model computes now."""
+        batch = self._computing
+        if batch is None or sequence.slot < 0:
+            return 0
+        return next((n for s, n in zip(batch.rows, batch.counts, strict=True) if s is sequence), 0)
+
     def detach(self, sequence: Sequence) -> Chain:
-        """Ends a request with `moved` and hands over what is computed of it; the references are the caller's now."""
+        """Ends a request with `moved` and hands over what is computed of it; the references are the caller's now.
+
+        What the model computes of it now is lost, and is still written to its blocks.
+        """
+        self._withhold(sequence)
         del self._by_id[sequence.request.request_id]
         if sequence.slot >= 0:
             self._stop(sequence)
@@ -318,7 +340,17 @@ class Scheduler:
         elif sequence.num_known == len(sequence.ids):
             self._retire(sequence, Finish("length"))
 
+    def _withhold(self, sequence: Sequence) -> None:
+        """The blocks that the model writes to now are nobody else's until it is through."""
+        num = self.num_being_computed(sequence)
+        if num:
+            chain, size = sequence.chain, self.config.block_size
+            written = chain.blocks[chain.num_computed // size : -(-(chain.num_computed + num) // size)]
+            self.pool.share(written)
+            self._withheld += written
+
     def _retire(self, sequence: Sequence, finish: Finish) -> None:
+        self._withhold(sequence)
         del self._by_id[sequence.request.request_id]
         if sequence.slot >= 0:
             self._stop(sequence)

@@ -40,12 +40,16 @@ class Shipping(Protocol):
         """Gives the memory that blocks arrive in its pages, so that a move does not wait for them. Blocking."""
         ...
 
+    def copy(self, block: int, to: int) -> None:
+        """What one block holds, into another."""
+        ...
+
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         """Makes blocks readable, which must not change meanwhile; their rows and checksums. Raises MoveRefused: no room."""
         ...
 
     def arrived(self, blocks: Sequence[int], checksums: Sequence[bytes]) -> None:
-        """These blocks were read, verified and filed: their checksums need not be made again when they move on."""
+        """These full blocks were read and verified: their checksums need not be made again when they move on."""
         ...
 
     def retract(self, rows: Sequence[int]) -> None:
@@ -72,7 +76,7 @@ class InPlace:
         self._rows = cache.rows
         self._pool = pool
         self._transfer = transfer
-        self._known: dict[int, tuple[int, bytes]] = {}  # block -> serial of what it holds, checksum
+        self._known: dict[int, tuple[int, bytes]] = {}  # full block -> its allocation, checksum
 
     @property
     def region(self) -> str:
@@ -86,14 +90,19 @@ class InPlace:
     def max_stage(self) -> int:
         return len(self._rows)
 
+    def copy(self, block: int, to: int) -> None:
+        self._cache.copy(block, to)
+
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
-        serials = [self._pool.serial(block) for block in blocks]
-        missing = [b for b, s in zip(blocks, serials, strict=True) if s is None or self._known.get(b, (-1,))[0] != s]
-        fresh = dict(zip(missing, await _checksums(self._rows, missing), strict=True))
-        for block, serial in zip(blocks, serials, strict=True):
-            if block in fresh and serial is not None:
-                self._known[block] = (serial, fresh[block])
-        return list(blocks), [fresh[b] if b in fresh else self._known[b][1] for b in blocks]
+        pool = self._pool
+        made = {b: known for b in blocks if (known := self._known.get(b)) and known[0] == pool.allocation(b)}
+        missing = [(b, pool.allocation(b)) for b in blocks if b not in made]
+        checksums = await _checksums(self._rows, [b for b, _ in missing])
+        for (block, allocation), checksum in zip(missing, checksums, strict=True):
+            made[block] = (allocation, checksum)
+            if pool.is_filed(block) and pool.allocation(block) == allocation:  # full, and not given to someone else meanwhile
+                self._known[block] = made[block]
+        return list(blocks), [made[b][1] for b in blocks]
 
     def populate(self) -> None:
         assert self._cache.registered is not None
@@ -101,9 +110,7 @@ class InPlace:
 
     def arrived(self, blocks: Sequence[int], checksums: Sequence[bytes]) -> None:
         for block, checksum in zip(blocks, checksums, strict=True):
-            serial = self._pool.serial(block)
-            if serial is not None:
-                self._known[block] = (serial, checksum)
+            self._known[block] = (self._pool.allocation(block), checksum)
 
     def retract(self, rows: Sequence[int]) -> None:
         """Whoever still reads them finds that their checksums differ once they are used again."""
@@ -144,6 +151,9 @@ class Staged:
     @property
     def max_stage(self) -> int:
         return max(1, len(self._rows) // 8)
+
+    def copy(self, block: int, to: int) -> None:
+        self._cache.copy(block, to)
 
     async def publish(self, blocks: Sequence[int]) -> tuple[list[int], list[bytes]]:
         rows = self._take(len(blocks))

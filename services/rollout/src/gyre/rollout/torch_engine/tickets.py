@@ -7,6 +7,7 @@ whatever a ticket holds is neither handed out nor evicted. Bookkeeping only; byt
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +80,29 @@ class Export:
         self._pin()
         return self._pins
 
-    def freeze(self) -> Holding:
-        """Stops the request, between two iterations. Raises MoveRefused if it has ended."""
+    def can_stop(self) -> bool:
+        """Whether `freeze` loses no more than one token that is being computed now. Raises MoveRefused if it has ended."""
+        if self.holding is not None:
+            return True
+        num = self._scheduler.num_being_computed(self._in_flight())
+        return num == 0 or (num == 1 and self._scheduler.pool.num_available > 0)
+
+    def freeze(self, copy: Callable[[int, int], None]) -> Holding:
+        """Stops the request; `can_stop`, or nothing is being computed. Raises MoveRefused if it has ended.
+
+        `copy` (from block, to block): the last block, when the model is writing to it, is left to the model.
+        """
         if self.holding is None:
-            sequence = self._in_flight()
+            sequence, pool = self._in_flight(), self._scheduler.pool
+            is_written = self._scheduler.num_being_computed(sequence) > 0
+            spare = pool.allocate() if is_written else None
             chain = self._scheduler.detach(sequence)
+            if spare is not None and chain.num_computed % self._scheduler.config.block_size:
+                pool.versions[spare] = pool.versions[chain.blocks[-1]]
+                copy(chain.blocks[-1], spare)
+                chain.blocks[-1], spare = spare, chain.blocks[-1]
+            if spare is not None:
+                pool.release([spare])
             ids = sequence.ids[: sequence.num_known]
             self.holding = Holding(sequence.request.namespace, ids, chain)
         return self.holding
@@ -143,7 +162,7 @@ class Import:
     """The destination's half: blocks in which KV arrives. `one_at_a_time` is held by whoever fills or commits them."""
 
     def __init__(self, scheduler: Scheduler, reservation: Reservation) -> None:
-        """Takes blocks, between two iterations. Raises MoveRefused if there is no room."""
+        """Takes blocks. Raises MoveRefused if there is no room."""
         self.reservation = reservation
         self.one_at_a_time = asyncio.Lock()
         self.is_reading = self.is_dropped = False
@@ -160,7 +179,7 @@ class Import:
         self.grow(-(-reservation.num_tokens // self._size))
 
     def grow(self, num_blocks: int) -> None:
-        """Takes blocks up to so many, between two iterations: more became known than was expected. Raises MoveRefused."""
+        """Takes blocks up to so many: more became known than was expected. Raises MoveRefused."""
         more, pool = num_blocks - len(self.blocks), self._scheduler.pool
         if more <= 0 or self.holding is not None:
             return
@@ -224,8 +243,8 @@ class Import:
         return self._file(ids, num, frozen.digest)
 
     def arrived(self) -> tuple[list[int], list[bytes]]:
-        """The blocks that hold what was pulled, and its checksums, in order."""
-        num = next((n for n, filled in enumerate(self._filled) if not filled), len(self._filled))
+        """The full blocks of what was pulled, and their checksums, in order."""
+        num = next((n for n, filled in enumerate(self._filled) if filled < self._size), len(self._filled))
         return self.blocks[:num], self._checksums[:num]
 
     def drop(self, keeps_chain: bool = False) -> None:
