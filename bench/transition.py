@@ -54,7 +54,7 @@ OVERRIDES = ["cells.count=3", "cells.executions_per_cell=6", "burst.steps_per_bu
              "burst.groups_per_step=2", "engine.backend=torch", "engine.kv_tokens=16384",
              "engine.script_token_ms=1.0", "engine.flush_ms=20.0",
              "training={backend='torch', memory_gib=0.0}", "admission.token_budget=256"]
-CALLS = ((0.4, 16),) * 3 + ((1.2, 24),) * 2  # of every execution; those of a group differ by a factor
+CALLS = ((0.3, 96),) * 3 + ((0.6, 128),) * 2  # of every execution, most of whose time is spent in calls
 
 
 @dataclass(slots=True)

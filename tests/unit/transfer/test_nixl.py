@@ -1,7 +1,9 @@
 """What NIXL can do to a reader: be late, fail, land after nobody waits any more. The agent is a fake; the memory is not."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from gyre.transfer import (
 )
 from gyre.transfer.landing import MAX_QUARANTINED
 from gyre.transfer.nixl import MAX_IN_FLIGHT, NixlBackend, Piece, chunks, merged
-from gyre.transfer.nixl_agent import installed
+from gyre.transfer.nixl_agent import PROGRESS_US, installed, open_agent
 from nixl_fakes import FakeFabric
 
 SIZE = 3000  # three landing buffers' worth of float32
@@ -232,3 +234,34 @@ def test_without_the_package_nixl_is_refused_with_what_to_install() -> None:
         owner.register("w", {"w": np.zeros(1)})
         with pytest.raises(BackendUnavailable, match=r"install opengyre-transfer\[nixl\]"):
             owner.describe("w")
+
+
+@pytest.mark.skipif(not installed(), reason="needs nixl-cu12: make test-nixl")
+def test_an_agent_without_work_leaves_the_processor_alone() -> None:
+    api = open_agent("idle")
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.3, "its progress thread polls without a pause"
+    assert api.agent is not None
+
+
+def test_the_pause_of_the_progress_thread_is_set_behind_the_agents_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python agent writes 0 into the binding's configuration, whatever it is asked for."""
+    made: list[tuple[str, int]] = []
+    binding = SimpleNamespace(nixlAgentConfig=lambda: SimpleNamespace(pthrDelay=1), DRAM_SEG=1,
+                              nixlAgent=lambda name, config: made.append((name, config.pthrDelay)))
+
+    def nixl_agent(name: str, config: object) -> SimpleNamespace:
+        inner = api.nixlBind.nixlAgentConfig()
+        inner.pthrDelay = 0
+        api.nixlBind.nixlAgent(name, inner)
+        assert api.nixlBind.DRAM_SEG == 1
+        return SimpleNamespace(backends={"UCX": 1})
+
+    api = SimpleNamespace(nixlBind=binding, nixl_agent=nixl_agent, nixl_agent_config=lambda backends: backends)
+    modules = {"nixl_cu12._api": api, "nixl_cu12._bindings": SimpleNamespace()}
+    monkeypatch.setattr("gyre.transfer.nixl_agent.installed", lambda: True)
+    monkeypatch.setattr("gyre.transfer.nixl_agent.importlib.import_module", modules.__getitem__)
+    opened = open_agent("owner")
+    assert made == [(opened.name, PROGRESS_US)]
+    assert api.nixlBind is binding

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from gyre.transfer.errors import BackendUnavailable
 PACKAGE = "nixl_cu12"
 MEMORY = "DRAM"
 PLUGIN = "UCX"
+PROGRESS_US = 10_000  # the progress thread looks at least so often; what arrives wakes it at once
 
 
 class Agent(Protocol):
@@ -71,9 +74,43 @@ def open_agent(owner: str) -> NixlApi:
     errors = tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))
     name = f"{owner}-{secrets.token_hex(4)}"
     try:
-        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[PLUGIN]))
+        with _patient(api):
+            agent = api.nixl_agent(name, api.nixl_agent_config(backends=[PLUGIN]))
     except (*errors, RuntimeError) as error:
         raise BackendUnavailable(f"backend 'nixl': no agent with plugin {PLUGIN}: {error!r}") from error
     if PLUGIN not in agent.backends:
         raise BackendUnavailable(f"backend 'nixl': plugin {PLUGIN} is not part of this build of NIXL")
     return NixlApi(agent, name, errors)
+
+
+@contextmanager
+def _patient(api: Any) -> Iterator[None]:
+    """Agents that are made meanwhile wait for work in their progress thread.
+
+    The Python agent fixes the thread's delay at 0, with which it polls without a pause and takes a whole processor from the
+    engine or the trainer that it serves; the binding below takes any.
+    """
+    binding = getattr(api, "nixlBind", None)
+    if binding is None:
+        yield
+        return
+    api.nixlBind = _PatientBinding(binding)
+    try:
+        yield
+    finally:
+        api.nixlBind = binding
+
+
+class _PatientBinding:
+    """The binding, but for the delay."""
+
+    def __init__(self, binding: Any) -> None:
+        self._binding = binding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._binding, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - the binding's name
+        if hasattr(config, "pthrDelay"):
+            config.pthrDelay = PROGRESS_US
+        return self._binding.nixlAgent(name, config)
