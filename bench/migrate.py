@@ -1,6 +1,6 @@
 """What does it cost to move a live call between two engines, beside computing its context again? `make bench NAME=migrate`.
 
-Two real engine processes with a small model, 16 KiB of keys and values per token (Qwen3-0.6B in bfloat16 has 112), and one
+Two real engine processes with a small model, 32 KiB of keys and values per token (Qwen3-0.6B in bfloat16 has 112), and one
 call whose stream is read here through the router. For each length of context the call's first token says what computing the
 context takes; then its engine is drained and drained again, back and forth, while it goes on decoding. A move is timed from
 its first question to the commit (move_ms) and on to the first token at the destination (landed_ms), which is what computing
@@ -17,6 +17,7 @@ the pause.
 
     python bench/migrate.py [--sizes 1024,4096,16384,65536] [--rounds 8] [--backends shared_memory,nixl]
 
+With 64k, whose context takes a quarter of an hour to compute, this takes 40 minutes; the other sizes take four.
 NIXL is measured where it is installed, or where `make test-nixl` has made .venv-nixl. The last line is for scripts: how
 many times faster than computing again and how many times slower than the raw read (the worst backend, the median; over_raw
 from 16k on), the longest pauses a harness saw (all rounds), and the tokens that were computed twice; nan without a context
@@ -61,8 +62,8 @@ NUM_WARM = 4  # moves before the first that counts, two each way: channels open,
 
 
 def policy(longest: int) -> PolicyConfig:
-    """Runs in a thread of its own, as every model does whose context is worth moving; 16 KiB of KV per token in float32."""
-    return PolicyConfig("qwen3", 32_768, 128, 256, 4, 8, 8, 64, tie_word_embeddings=True, qk_norm=True,
+    """Runs in a thread of its own, as every model does whose context is worth moving; 32 KiB of KV per token in float32."""
+    return PolicyConfig("qwen3", 32_768, 128, 256, 8, 8, 8, 64, tie_word_embeddings=True, qk_norm=True,
                         max_position=longest + MAX_TOKENS + 16)
 
 
