@@ -1,5 +1,6 @@
 """What NIXL can do to a reader: be late, fail, land after nobody waits any more. The agent is a fake; the memory is not."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -237,10 +238,10 @@ def test_without_the_package_nixl_is_refused_with_what_to_install() -> None:
 
 
 @pytest.mark.skipif(not installed(), reason="needs nixl-cu12: make test-nixl")
-def test_an_agent_without_work_leaves_the_processor_alone() -> None:
+async def test_an_agent_without_work_leaves_the_processor_alone() -> None:
     api = open_agent("idle")
     before = time.process_time()
-    time.sleep(1.0)
+    await asyncio.sleep(1.0)
     assert time.process_time() - before < 0.3, "its progress thread polls without a pause"
     assert api.agent is not None
 
