@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elastic_parts.runs import Run
 from elastic_parts.shapes import constants_of, simulated
-from gyre.cli.recorded import recording_of
+from gyre.cli.recorded import Room, recording_of
 from gyre.cli.views import cell_timelines, executions, waterlevels
 from gyre.contracts import events as e
 from gyre.contracts.simulation import CellUse, WorkloadRows
@@ -58,7 +58,7 @@ def measured(run: Run) -> Measured:
     begin = min(b.time_s for b in ledger.all(e.BurstOpened).values())
     end = max(c.time_s for c in ledger.all(e.RunClosed).values())
     busy = micro_steps(run.directory.logs)
-    recording = recording_of(ledger, config.harness.max_concurrent)
+    recording = recording_of(ledger, Room(config.cells.executions_per_cell, config.harness.max_concurrent))
     windows = Windows(run, busy)
     constants = _with_measured(recording.constants, windows.update_s)
     plan, demands = plan_of_shape(config), from_rows(run.rows, 0.0, 0.0, 0)
