@@ -17,7 +17,7 @@ the pause.
 
     python bench/migrate.py [--sizes 1024,4096,16384,65536] [--rounds 8] [--backends shared_memory,nixl]
 
-With 64k, whose context takes a quarter of an hour to compute, this takes 40 minutes; the other sizes take four.
+Most of the time goes into computing contexts: that of 64k takes a quarter of an hour, with each backend.
 NIXL is measured where it is installed, or where `make test-nixl` has made .venv-nixl. The last line is for scripts: how
 many times faster than computing again and how many times slower than the raw read (the worst backend, the median; over_raw
 from 16k on), the longest pauses a harness saw (all rounds), and the tokens that were computed twice; nan without a context
@@ -104,7 +104,6 @@ class Measured:
 
 HEAD = ("backend          size      MiB  prefill_ms  first_ms landed_ms   move_ms    raw_ms over_raw  speedup stall_p50 "
         "stall_p99 step_ms recomputed")
-
 
 
 class Scene:

@@ -249,20 +249,20 @@ async def test_an_agent_without_work_leaves_the_processor_alone() -> None:
 def test_the_pause_of_the_progress_thread_is_set_behind_the_agents_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python agent writes 0 into the binding's configuration, whatever it is asked for."""
     made: list[tuple[str, int]] = []
-    binding = SimpleNamespace(nixlAgentConfig=lambda: SimpleNamespace(pthrDelay=1), DRAM_SEG=1,
-                              nixlAgent=lambda name, config: made.append((name, config.pthrDelay)))
 
-    def nixl_agent(name: str, config: object) -> SimpleNamespace:
-        inner = api.nixlBind.nixlAgentConfig()
-        inner.pthrDelay = 0
-        api.nixlBind.nixlAgent(name, inner)
-        assert api.nixlBind.DRAM_SEG == 1
+    def make(name: str, config: SimpleNamespace) -> None:
+        made.append((name, config.pthrDelay))
+
+    bindings = SimpleNamespace(nixlAgent=make)
+
+    def nixl_agent(name: str, _: object) -> SimpleNamespace:
+        bindings.nixlAgent(name, SimpleNamespace(pthrDelay=0))
         return SimpleNamespace(backends={"UCX": 1})
 
-    api = SimpleNamespace(nixlBind=binding, nixl_agent=nixl_agent, nixl_agent_config=lambda backends: backends)
-    modules = {"nixl_cu12._api": api, "nixl_cu12._bindings": SimpleNamespace()}
+    api = SimpleNamespace(nixl_agent=nixl_agent, nixl_agent_config=lambda backends: backends)
+    modules = {"nixl_cu12._api": api, "nixl_cu12._bindings": bindings}
     monkeypatch.setattr("gyre.transfer.nixl_agent.installed", lambda: True)
     monkeypatch.setattr("gyre.transfer.nixl_agent.importlib.import_module", modules.__getitem__)
     opened = open_agent("owner")
     assert made == [(opened.name, PROGRESS_US)]
-    assert api.nixlBind is binding
+    assert bindings.nixlAgent is make

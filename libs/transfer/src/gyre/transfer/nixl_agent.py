@@ -74,7 +74,7 @@ def open_agent(owner: str) -> NixlApi:
     errors = tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))
     name = f"{owner}-{secrets.token_hex(4)}"
     try:
-        with _patient(api):
+        with _patient(bindings):
             agent = api.nixl_agent(name, api.nixl_agent_config(backends=[PLUGIN]))
     except (*errors, RuntimeError) as error:
         raise BackendUnavailable(f"backend 'nixl': no agent with plugin {PLUGIN}: {error!r}") from error
@@ -84,33 +84,20 @@ def open_agent(owner: str) -> NixlApi:
 
 
 @contextmanager
-def _patient(api: Any) -> Iterator[None]:
+def _patient(bindings: Any) -> Iterator[None]:
     """Agents that are made meanwhile wait for work in their progress thread.
 
     The Python agent fixes the thread's delay at 0, with which it polls without a pause and takes a whole processor from the
     engine or the trainer that it serves; the binding below takes any.
     """
-    binding = getattr(api, "nixlBind", None)
-    if binding is None:
-        yield
-        return
-    api.nixlBind = _PatientBinding(binding)
+    make = bindings.nixlAgent
+
+    def patient(name: str, config: Any) -> Any:
+        config.pthrDelay = PROGRESS_US
+        return make(name, config)
+
+    bindings.nixlAgent = patient
     try:
         yield
     finally:
-        api.nixlBind = binding
-
-
-class _PatientBinding:
-    """The binding, but for the delay."""
-
-    def __init__(self, binding: Any) -> None:
-        self._binding = binding
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._binding, name)
-
-    def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - the binding's name
-        if hasattr(config, "pthrDelay"):
-            config.pthrDelay = PROGRESS_US
-        return self._binding.nixlAgent(name, config)
+        bindings.nixlAgent = make

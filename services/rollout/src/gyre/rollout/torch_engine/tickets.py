@@ -94,15 +94,15 @@ class Export:
         """
         if self.holding is None:
             sequence, pool = self._in_flight(), self._scheduler.pool
-            is_written = self._scheduler.num_being_computed(sequence) > 0
-            spare = pool.allocate() if is_written else None
+            is_partial = sequence.chain.num_computed % self._scheduler.config.block_size > 0
+            spare = pool.allocate() if is_partial and self._scheduler.num_being_computed(sequence) else None
             chain = self._scheduler.detach(sequence)
-            if spare is not None and chain.num_computed % self._scheduler.config.block_size:
-                pool.versions[spare] = pool.versions[chain.blocks[-1]]
-                copy(chain.blocks[-1], spare)
-                chain.blocks[-1], spare = spare, chain.blocks[-1]
             if spare is not None:
-                pool.release([spare])
+                last = chain.blocks[-1]
+                copy(last, spare)
+                pool.versions[spare] = pool.versions[last]
+                chain.blocks[-1] = spare
+                pool.release([last])
             ids = sequence.ids[: sequence.num_known]
             self.holding = Holding(sequence.request.namespace, ids, chain)
         return self.holding
