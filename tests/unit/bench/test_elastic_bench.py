@@ -8,6 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from gyre.cli.ledger import RunLedger
+from gyre.cli.run_dir import RunDir
+from gyre.contracts import events as e
+from recorded_facts import recorded_facts
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 TOKEN_S = 0.25
@@ -61,3 +65,19 @@ def test_every_arrangement_has_the_same_staleness_and_cells(shapes: ModuleType, 
         assert config.burst.staleness_limit >= config.burst.phi + config.burst.steps_per_burst - 1
         rolling = 4 - config.cells.training
         assert config.harness.max_concurrent == rolling * config.cells.executions_per_cell
+
+
+def test_a_finished_run_is_read_whole(shapes: ModuleType, tmp_path: Path) -> None:
+    """Every figure of a row, from the facts of a recorded run whose trainers left no log."""
+    runs, reading = (importlib.import_module(f"elastic_parts.{name}") for name in ("runs", "reading"))
+    shape = shapes.CHOSEN["paper"]["elastic"]
+    config, rows = runs.prepared(tmp_path, "paper", 0, shape, ["steps=5"])
+    ledger = RunLedger()
+    for fact, time_s in (*recorded_facts(), (e.BurstOpened(0, 0, 1), 99.5), (e.RunClosed("completed", 1), 141.5)):
+        ledger.fold(fact, time_s)
+    directory = RunDir(tmp_path / "run")
+    found = reading.measured(runs.Run("paper", 0, shape, config, directory, ledger, runs.Load(), rows, "completed"))
+    assert (found.makespan_s, found.num_steps, found.num_transitions) == (pytest.approx(42.0), 1, 2)
+    assert found.transition_s[0] == pytest.approx(0.8)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert min(found.bound_s, found.simulated_s, found.foretold_s) > 0
