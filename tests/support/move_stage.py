@@ -29,7 +29,7 @@ from gyre.runtime.devices import DeviceLock
 VOCAB = 5000
 PROMPT_TOKENS = 400
 QUICK = MoveLimits(min_tokens=32, last_blocks=2, step_s=1.0, pull_s=1.0, total_s=5.0, stop_s=2.0, stream_s=2.0,
-                   land_s=0.5, prefixes_s=5.0)
+                   land_s=0.5, fetch_s=0.5, prefixes_s=5.0)
 STEPS = ("open_export", "reserve", "read_stage", "pull", "freeze", "commit", "release")
 
 Act = Callable[[], Awaitable[None]]

@@ -30,8 +30,8 @@ from gyre.runtime.clock import SystemClock
 from gyre.runtime.devices import DeviceLock
 
 #: No deadline here says anything of speed: two servers that share two cores are slow to begin with each other.
-PATIENT = MoveLimits(min_tokens=32, step_s=120.0, pull_s=240.0, total_s=240.0, stream_s=120.0, land_s=240.0, prefixes_s=240.0,
-                     max_pair_moves=8)
+PATIENT = MoveLimits(min_tokens=32, step_s=120.0, pull_s=240.0, total_s=240.0, stream_s=120.0, land_s=240.0, fetch_s=240.0,
+                     prefixes_s=240.0, max_pair_moves=8)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,29 @@ async def test_an_engine_of_kind_ticket_whose_answer_is_lost_gives_it_again(open
     await stage.is_empty()
 
 
+async def test_a_ticket_is_kept_until_its_kv_has_been_fetched(open_stage: Open) -> None:
+    """Two vLLM servers that had never met took 24 s for the first fetch; after 10 s its source was released."""
+    limits = replace(QUICK, land_s=0.05, fetch_s=8.0)
+    stage = await open_stage(2, config=ScriptedConfig(migration="ticket"), limits=limits)
+    await begun(stage)
+    fetched, fetches = asyncio.Event(), asyncio.Event()
+
+    async def fetch() -> None:
+        fetches.set()
+        await fetched.wait()
+
+    stage.nodes[1].client.before("generate", fetch)
+    drain = asyncio.create_task(stage.drain())
+    await fetches.wait()
+    await asyncio.sleep(6 * limits.land_s)
+    assert "release" not in stage.nodes[0].client.asked and not drain.done()
+    fetched.set()
+    assert await drain == (1, 0)
+    await stage.finish()
+    await stage.is_empty()
+    assert stage.nodes[0].client.asked == ["freeze", "release"]
+
+
 # ---------------------------------------------------------------- twice
 
 

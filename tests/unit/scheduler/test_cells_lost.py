@@ -111,6 +111,23 @@ def test_a_lost_engine_is_no_capacity_until_it_serves_again() -> None:
     assert assignment(decided(state))[0] == 0
 
 
+def test_a_cell_whose_engine_is_lost_is_the_last_that_is_told_to_train() -> None:
+    """If the whole cell is dead nobody confirms, and everybody behind it would wait for that."""
+    state = opened(num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 10.0)
+    state = core.fold(state, e.BacklogReported(1, 0, 1, 100.0, 10.0, 1.0))
+    state = core.fold(state, e.CellRolloutLost(1, 0, 1, "away"))
+    assert assignment(decided(state))[:3] == (2, 1, "train")
+    assert assignment(core.decide(state, THREE, schedule_of("async", 2), 10.0))[:3] == (1, 1, "train"), "one that always trains"
+    back = core.fold(state, e.CellRolloutReady(1, 0, 0, "", 1))
+    assert assignment(decided(back))[:3] == (1, 1, "train"), "and where it was as soon as it serves again"
+    state = core.fold(state, e.CellRolloutLost(1, 0, 2, "away"))
+    state = core.fold(state, e.CellRoleAssigned(2, 1, "train", "t", 0), 10.0)
+    state = core.fold(state, e.CellTrainJoined(2, 1, 0, 0), 11.0)
+    assert assignment(decided(state, 11.0))[:3] == (1, 1, "train"), "its trainer may be there"
+
+
 def test_with_work_left_and_no_cell_to_serve_it_the_youngest_satellite_returns_at_once() -> None:
     state = opened(num_done=2)
     for cell in (0, 1):

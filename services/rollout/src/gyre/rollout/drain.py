@@ -149,7 +149,8 @@ class Drain:
         if not call.go_on(number, routes, progress.reason or "lost"):
             return False
         await call.silence(self._limits.stream_s)
-        landed = await call.landed(self._limits.land_s)
+        fetches = bool(opaque) and onward in routes  # and the source must neither be released nor sleep before it is through
+        landed = await call.landed(self._limits.fetch_s if fetches else self._limits.land_s)
         return (call.route if landed is None else landed) is onward
 
     def _destination(self, execution: str, num_tokens: int, max_tokens: int, source: Engine,

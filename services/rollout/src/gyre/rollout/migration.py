@@ -39,7 +39,8 @@ class MoveLimits:
     stop_s: float = 8.0  # from the freeze to the commit: what a failure adds to the pause of the stream at most
     lease_s: float = 60.0  # what either side holds, since it was last asked for
     stream_s: float = 5.0  # from the freeze until the source's last token has arrived here
-    land_s: float = 10.0  # until the destination says the first token
+    land_s: float = 10.0  # until the destination says the first token; the source has nothing to keep for it
+    fetch_s: float = 60.0  # the same where the destination fetches a ticket's KV meanwhile: no longer than the source keeps it
     grace_s: float = 0.5  # for the last chunk of a request that the source knows no more, because it has ended
     prefixes_s: float = 20.0  # all cached prefixes of a cell
 

@@ -142,8 +142,10 @@ class Static:
     num_training: int
 
     def next_to_train(self, view: View) -> Choice:
-        cell = view.next_in_order
-        return Choice(cell.cell) if cell is not None and cell.cell < self.num_training else Choice()
+        if view.next_in_order is None:
+            return Choice()
+        mine = (c for c in view.cells[:self.num_training] if c.role == "rollout" and c.settled)
+        return Choice(next((c.cell for c in mine), None))  # whatever became of its engine: it will not serve anyway
 
     def stays(self, cell: CellState, view: View) -> bool:
         return True

@@ -102,11 +102,15 @@ class Roster:
 
 
 def _next_in_order(elastic: tuple[CellState, ...]) -> CellState | None:
-    """The first cell that is not in training; the core first. Cells that answer nothing are passed over."""
+    """The first cell that is not in training; the core first. Cells that answer nothing are passed over.
+
+    A satellite whose engine is lost comes last: its trainer may be as well as ever, but if the whole cell is dead, every
+    cell behind it waits until it is given up.
+    """
     core = elastic[0]
     if not core.trains:
         return core if core.role == "rollout" and core.settled else None
-    return next((c for c in elastic if c.role == "rollout" and c.settled), None)
+    return min((c for c in elastic if c.role == "rollout" and c.settled), key=lambda c: (c.lost, c.cell), default=None)
 
 
 def next_assignment(cell: CellState, role: Role, version: int, reason: str = "") -> CellRoleAssigned:
