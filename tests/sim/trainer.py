@@ -173,7 +173,7 @@ class SimCore(Worker):
             yield from self._publish_weights()
         elif state.cell.should_hold and not self.holds:
             yield from self._take_devices()
-        elif state.cell.owes_release:
+        elif state.cell.owes_release or self.holds and state.cell.role == "rollout":
             yield from self._give_devices_back()
         elif self.holds and state.cell.should_hold and not state.at_burst_end:
             yield from self._train_step()
@@ -199,7 +199,8 @@ class SimCore(Worker):
         yield self.world.pick(0.02, 0.2)
         self.devices.give_back(self.process)
         self.world.point(self.process, "after giving the devices back")
-        yield from self.service.submit(at.DevicesReleased(self.state.cell.epoch, self.state.position))
+        if self.state.cell.owes_release:
+            yield from self.service.submit(at.DevicesReleased(self.state.cell.epoch, self.state.position))
 
     # ------------------------------------------------------------ one step
 

@@ -86,6 +86,20 @@ def test_a_transition_to_training_that_nobody_confirms_is_rolled_back_with_its_r
     assert assignment(decided(state, 113.0))[:3] == (0, 3, "train"), "and it is tried again"
 
 
+def test_a_core_whose_engine_does_not_come_back_trains_on() -> None:
+    """Nobody trains without the core: a run whose core's engine is broken would stand still for ever."""
+    state = opened(num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "rollout", "t", 0), 10.0)
+    assert decided(state, 110.0).facts == ()
+    for schedule in (ELASTIC, schedule_of("async", 2), schedule_of("colocate"), schedule_of("rollpacker")):
+        told = assignment(core.decide(state, THREE, schedule, 110.5))
+        assert told == (0, 2, "train", "rollout not confirmed within 100 s"), schedule
+    state = core.fold(state, e.CellRoleAssigned(0, 2, "train", "t", 0), 110.5)
+    state = core.fold(state, e.CellTrainJoined(0, 2, 0, 0), 111.0)
+    state = core.fold(state, e.BacklogReported(1, 0, 1, 100.0, 10.0, 1.0))
+    assert assignment(decided(state, 111.0))[:3] == (1, 1, "train")
+
+
 def test_nobody_waits_at_the_end_of_a_burst_for_a_cell_that_does_not_come_back() -> None:
     state = opened(num_done=4)
     for cell in (0, 1):

@@ -99,7 +99,9 @@ def test_epochs_and_the_backlogs_number_go_on_where_they_were() -> None:
     run.hear(*(group(g) for g in "abc"))
     serial = run.said(BacklogReported)[-1].serial
     again = rebuilt(run.published, [group(g) for g in "abc"])
-    again.hear(*to_train(0, 3), assign(0, 4, "rollout"))
+    again.hear(*to_train(0, 3))
+    assert not again.state.cell.should_hold, "it let go at epoch 4 and is about to read why"
+    again.hear(assign(0, 4, "rollout"))
     assert not again.state.cell.owes_release and not again.state.cell.should_hold
     assert (len(again.said(CellTrainJoined)), len(again.said(CellTrainReleased))) == (1, 1)
     assert all(b.serial > serial for b in again.said(BacklogReported)[len(run.said(BacklogReported)) :])

@@ -6,7 +6,7 @@ only measure how long transitions take, so a wrong clock costs a transition and 
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gyre.contracts import events as e
 from gyre.scheduler.burst import evaluation_group, train_group
@@ -282,14 +282,18 @@ def _inside_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> D
         return Decision(tuple(recalled))
     if not is_calm and any(not c.settled and not _is_missing(c, state, plan, now) for c in state.cells):
         return WAIT
-    view = view_of(state, plan)
+    view, reason = view_of(state, plan), ""
+    core = state.cells[0]
+    if core.role == "rollout" and not core.settled:  # it has not come back in time; nobody trains without it, but it may
+        view = replace(view, next_in_order=core)
+        reason = f"rollout not confirmed within {plan.transition_timeout_s:g} s"
     choice = schedule.next_to_train(view)
     if choice.cell is None:
         return Decision(blocked=choice.blocked)
     cell = state.cells[choice.cell]
     if state.water.level and view.num_serving == cell.serves_any:
         return Decision(blocked="count")  # whatever the schedule: it would be recalled at once
-    return Decision((next_assignment(cell, "train", state.published_version),))
+    return Decision((next_assignment(cell, "train", state.published_version, reason),))
 
 
 def _end_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> Decision:

@@ -142,9 +142,9 @@ class Static:
     num_training: int
 
     def next_to_train(self, view: View) -> Choice:
-        if view.next_in_order is None:
-            return Choice()
-        mine = (c for c in view.cells[:self.num_training] if c.role == "rollout" and c.settled)
+        if view.next_in_order is None or view.next_in_order.cell == 0:
+            return Choice(None if view.next_in_order is None else 0)
+        mine = (c for c in view.cells[1:self.num_training] if c.role == "rollout" and c.settled)
         return Choice(next((c.cell for c in mine), None))  # whatever became of its engine: it will not serve anyway
 
     def stays(self, cell: CellState, view: View) -> bool:

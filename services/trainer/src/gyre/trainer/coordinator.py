@@ -107,7 +107,7 @@ class Coordinator:
             await self._publish_weights()
         elif state.cell.should_hold and not self._lock.held:
             await self._take_devices()
-        elif state.cell.owes_release:
+        elif state.cell.owes_release or self._lock.held and state.cell.role == "rollout":
             await self._give_devices_back()
         elif self._lock.held and state.cell.should_hold and not state.at_burst_end:
             await self._train_step()
@@ -139,7 +139,7 @@ class Coordinator:
 
     async def _give_devices_back(self) -> None:
         state = self._ledger.state
-        with self._traces.changing("gyre.train.release", state.cell.epoch):
+        with self._traces.changing("gyre.train.release", state.cell.epoch, state.cell.owes_release):
             self._traces.told(state.cell.epoch)
             table = self._table
             await self._drop_table()
@@ -147,7 +147,8 @@ class Coordinator:
                 await self._ledger.submit(AttemptFailed(table.step, table.attempt))
             await asyncio.to_thread(self._backend.sleep)
             self._lock.give_back()  # the epoch is the engine's to take
-            await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
+            if self._ledger.state.cell.owes_release:
+                await self._ledger.submit(DevicesReleased(state.cell.epoch, state.position))
 
     # ------------------------------------------------------------ one step
 

@@ -205,7 +205,7 @@ class TrainerCore:
                 state.cell.joined = max(state.cell.joined, event.epoch)
                 return [Publish(CellTrainJoined(self._cell, event.epoch, event.step, event.version)), Attend()]
             case DevicesReleased():
-                state.cell.released = max(state.cell.released, event.epoch)
+                state.cell.let_go(event.epoch)
                 return [Publish(CellTrainReleased(self._cell, event.epoch, event.version)), Attend()]
             case ClaimsObserved():
                 state.unclaimed_cost = event.unclaimed_cost

@@ -36,6 +36,16 @@ class CellState:
     def engine_released(self, fact: CellRolloutReleased) -> None:
         self.rollout_released = max(self.rollout_released, fact.epoch)
 
+    def let_go(self, epoch: int) -> None:
+        """It was said that this worker is off the devices since `epoch`.
+
+        That is said only of a cell that was sent back to rollout, so whoever knows no more than this (the ledger was lost)
+        does not take the devices again when it reads of the assignments before.
+        """
+        self.released = max(self.released, epoch)
+        if epoch > self.epoch:
+            self.epoch, self.role = epoch, "rollout"
+
     @property
     def should_hold(self) -> bool:
         """Training is this cell's role and the engine is off the devices."""

@@ -38,7 +38,7 @@ def rebuild(state: TrainerState, cell: int, said: Iterable[Fact], completed: Map
             case CellTrainJoined() if fact.cell == cell:
                 state.cell.joined = max(state.cell.joined, fact.epoch)
             case CellTrainReleased() if fact.cell == cell:
-                state.cell.released = max(state.cell.released, fact.epoch)
+                state.cell.let_go(fact.epoch)
             case StepSealed() if cell == 0 and fact.step >= min(state.membership.plans):
                 _seal(state.membership, fact, completed, orders)
             case StepFinished() if cell == 0 and fact.step >= state.position:
