@@ -89,6 +89,7 @@ class TorchEngine:
         self._work = asyncio.Event()
         self._thread: ThreadPoolExecutor | None = None
         self._driver: asyncio.Task[None] | None = None
+        self._populating: asyncio.Future[None] | None = None
         self._transfer = transfer
         layout = layout_of(self._policy.shape, config.dtype, config.scheduler.block_size, config.is_deterministic)
         self._mover = StagedMover(self._scheduler, layout, self._boundary, clock, lambda: self._admitting)
@@ -167,7 +168,9 @@ class TorchEngine:
             self._end_all(Finish("abort", "the engine sleeps"))
             self._mover.void()
             self._scheduler.swap(self._weights.version)
-            return self._offload()
+            freed = self._offload()
+            await self._populated()  # it sees that the pool is released, and lets go of it
+            return freed
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
@@ -179,7 +182,8 @@ class TorchEngine:
                 to_device(self._offloaded, self._config.device)
                 self._runner = self._make_runner(self._offloaded, self._new_cache())
                 self._offloaded = None
-                await self._populate()
+                # While the weights come and are proven. Whoever uses the pool before it has its pages waits for some of them.
+                self._populating = asyncio.ensure_future(self._populate())
 
     async def probe(self) -> ProbeResult:
         """See `Engine.probe`."""
@@ -221,6 +225,7 @@ class TorchEngine:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
+        await self._populated()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -272,6 +277,11 @@ class TorchEngine:
     async def _populate(self) -> None:
         if self._mover.shipping is not None:
             await asyncio.to_thread(self._mover.shipping.populate)
+
+    async def _populated(self) -> None:
+        populating, self._populating = self._populating, None
+        if populating is not None:
+            await populating
 
     def _offload(self) -> int:
         if self._runner is None:

@@ -105,8 +105,8 @@ class InPlace:
         return list(blocks), [made[b][1] for b in blocks]
 
     def populate(self) -> None:
-        assert self._cache.registered is not None
-        self._cache.registered.populate()
+        if (registered := self._cache.registered) is not None:  # else it was closed meanwhile
+            registered.populate()
 
     def arrived(self, blocks: Sequence[int], checksums: Sequence[bytes]) -> None:
         for block, checksum in zip(blocks, checksums, strict=True):
