@@ -24,7 +24,7 @@ from gyre.reward.sandbox import find_bubblewrap
 from gyre.reward.snapshot import SnapshotLimits
 from gyre.rollout.gateway.archive import ArchivedCall
 from gyre.rollout.gateway.calls import Calls, CallSettings
-from gyre.rollout.gateway.dialects.chat import Limits
+from gyre.rollout.gateway.dialects.base import Limits
 from gyre.rollout.gateway.render import Renderer
 from gyre.rollout.gateway.server import GatewayApp
 from gyre.rollout.local import CallFinished

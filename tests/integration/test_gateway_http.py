@@ -1,46 +1,17 @@
 """The gateway over a real socket, asked by the official OpenAI client."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
-import uvicorn
-from gyre.rollout.gateway.dialects.chat import Limits
-from gyre.rollout.gateway.server import GatewayApp
-from rollout_fakes import Bench, make_bench
+from rollout_fakes import make_bench
+from served_gateway import Served, serve
 
 CALL_TEXT = 'Let me look.\n<tool_call>\n{"name": "sh", "arguments": {"cmd": "ls"}}\n</tool_call>'
 SHELL = [{"type": "function", "function": {"name": "sh", "parameters": {"type": "object"}}}]
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-class Served:
-    """A gateway on a port. `client` is the OpenAI client with the key of one execution."""
-
-    def __init__(self, bench: Bench, server: uvicorn.Server, port: int) -> None:
-        self.bench, self.server = bench, server
-        self.url = f"http://127.0.0.1:{port}"
-        self.session = bench.open()
-        self.key = bench.sessions.secret(self.session.spec.execution)
-        self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
-        self.http = httpx.AsyncClient(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"})
-
-
-async def serve(bench: Bench) -> AsyncIterator[Served]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    app = GatewayApp(bench.sessions, bench.calls, Limits(max_body_bytes=100_000))
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1))
-    task = asyncio.create_task(server.serve([listener]))
-    served = Served(bench, server, listener.getsockname()[1])
-    yield served
-    await served.client.close()
-    await served.http.aclose()
-    server.should_exit = True
-    await task
 
 
 @pytest.fixture
@@ -177,7 +148,7 @@ async def test_routes(served: Served) -> None:
     assert (await http.head("/")).status_code == (await http.get("/health")).status_code == 200
     models = await served.client.models.list()
     assert [(m.id, m.max_model_len) for m in models.data] == [("policy", 8192)]
-    for path in ("/v1/responses", "/v1/messages", "/v1/completions"):
+    for path in ("/v1/responses", "/v1/messages/batches", "/v1/completions"):
         reply = await http.post(path, json={})
         assert reply.status_code == 501
         assert "/v1/chat/completions" in reply.json()["error"]["message"]

@@ -209,7 +209,8 @@ async def test_an_execution_from_dispatch_to_preserved_workspace(tmp_path: Path)
     assert "secret.py" not in str(files)
     names = {line.partition(b"=")[0] for line in files["e"].splitlines()}
     assert names - {b"PWD", b"SHLVL", b"_", b"OLDPWD"} == {
-        b"PATH", b"HOME", b"TMPDIR", b"LANG", b"OPENAI_BASE_URL", b"OPENAI_API_KEY", b"GYRE_EXECUTION",
+        b"PATH", b"HOME", b"TMPDIR", b"LANG", b"OPENAI_BASE_URL", b"OPENAI_API_KEY", b"ANTHROPIC_BASE_URL",
+        b"ANTHROPIC_API_KEY", b"GYRE_EXECUTION",
         b"GYRE_TASK_INSTRUCTION"}
     await stage.until(lambda: not stage.executor.home(X).exists())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gyre.rollout.gateway.dialects.chat import Limits
+from gyre.rollout.gateway.dialects.base import Limits
 from gyre.rollout.gateway.evidence import Evidence
 from gyre.rollout.gateway.messages import ChatRequest, Message, ToolCall
 from gyre.rollout.gateway.server import GatewayApp

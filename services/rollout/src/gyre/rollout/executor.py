@@ -170,12 +170,13 @@ class Executor:
 
     def _environment(self, execution: str, home: Path) -> dict[str, str]:
         """Everything the harness sees; nothing of the service's own environment."""
+        url, secret = self._settings.gateway_url.rstrip("/"), self._sessions.secret(execution)
         return {
             "PATH": os.pathsep.join(dict.fromkeys((str(Path(sys.executable).parent), *os.defpath.split(os.pathsep)))),
             "HOME": str(home / "home"), "TMPDIR": str(home / "tmp"), "LANG": "C.UTF-8",
             **self._settings.environment,
-            "OPENAI_BASE_URL": f"{self._settings.gateway_url.rstrip('/')}/v1",
-            "OPENAI_API_KEY": self._sessions.secret(execution),
+            "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": secret,
+            "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": secret,
             "GYRE_EXECUTION": execution,
         }
 

@@ -24,7 +24,7 @@ from gyre.rollout.engine_client import GrpcEngine
 from gyre.rollout.executor import Executor
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
 from gyre.rollout.gateway.calls import Calls
-from gyre.rollout.gateway.dialects.chat import Limits
+from gyre.rollout.gateway.dialects.base import Limits
 from gyre.rollout.gateway.render import Renderer
 from gyre.rollout.gateway.server import GatewayApp
 from gyre.rollout.gateway.session import Sessions

@@ -108,12 +108,20 @@ class Calls:
         pending.wants_text |= request.stream
         return key, pending
 
+    def count(self, session: Session, request: ChatRequest) -> int:
+        """Tokens of the prompt that `request` would have now. Raises CallRefused."""
+        session.check_open()
+        request = session.read(request)
+        earlier, num_shared = session.earlier(chains(request))
+        return len(self._renderer.prompt(request, session.tree, earlier, num_shared).ids)
+
     def _recorded(self, session: Session, key: bytes, evidence: Evidence) -> PendingCall | None:
         answer = session.recorded_answer(key, evidence.is_retry)
         if answer is None:
             return None
         self.num_replayed_answers += 1
         pending = PendingCall(answer.id, answer.created)
+        pending.usage = answer.usage
         pending.settle(answer)
         return pending
 
@@ -165,6 +173,7 @@ class Calls:
         session, pending = ask.session, ask.pending
         earlier, num_shared = session.earlier(ask.keys)
         prompt = self._renderer.prompt(ask.request, session.tree, earlier, num_shared)
+        pending.usage = Usage(len(prompt.ids), 0, prompt.place.keep_len)
         shown = session.shown(ask.request.messages, earlier, prompt.place)
         job = self._job(ask, prompt)
         uses_tools = bool(ask.request.tools) and self.settings.tool_format == "hermes"
@@ -182,7 +191,7 @@ class Calls:
         content, tool_calls = parse_tool_calls(text, pending.answer_id) if uses_tools else (text, ())
         message = Message("assistant", content, tool_calls)
         answer = Answer(pending.answer_id, "", message, _stop_reason(output, message),
-                        Usage(len(prompt.ids), len(output.ids), prompt.place.keep_len), pending.created)
+                        replace(pending.usage, num_completion=len(output.ids)), pending.created)
         async with session.commit_lock:
             return await self._keep(ask, answer, prompt, shown, job, output)
 

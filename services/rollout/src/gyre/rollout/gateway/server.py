@@ -5,13 +5,17 @@ A harness that disconnects does not end its call: it may retry and is then owed 
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 from gyre.rollout.gateway.calls import Calls
-from gyre.rollout.gateway.dialects import chat
+from gyre.rollout.gateway.dialects import anthropic, chat
+from gyre.rollout.gateway.dialects.anthropic import ANTHROPIC
+from gyre.rollout.gateway.dialects.base import AnswerEvents, Dialect, Limits, Opening
+from gyre.rollout.gateway.dialects.chat import CHAT
 from gyre.rollout.gateway.evidence import read_evidence
-from gyre.rollout.gateway.messages import CallRefused
+from gyre.rollout.gateway.messages import CallRefused, ChatRequest
 from gyre.rollout.gateway.session import PendingCall, Session, Sessions
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -23,17 +27,22 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
           (b"x-accel-buffering", b"no")]
 KEEPALIVE_S = 15.0
 KEEPALIVE = b": keepalive\n\n"
-SERVED = ("POST /v1/chat/completions", "GET /v1/models", "GET /health")
+DIALECTS = {"/v1/chat/completions": CHAT, "/v1/messages": ANTHROPIC}
+COUNT_TOKENS = "/v1/messages/count_tokens"
+SERVED = (*(f"POST {path}" for path in DIALECTS), f"POST {COUNT_TOKENS}", "GET /v1/models", "GET /health")
 
 
 class GatewayApp:
     """The ASGI application."""
 
-    def __init__(self, sessions: Sessions, calls: Calls, limits: chat.Limits) -> None:
+    def __init__(self, sessions: Sessions, calls: Calls, limits: Limits) -> None:
         self._sessions = sessions
         self._calls = calls
         self._limits = limits
-        self._routes = {("POST", "/v1/chat/completions"): self._chat, ("GET", "/v1/models"): self._models}
+        self._routes: dict[tuple[str, str], Callable[[Headers, Receive, Send], Awaitable[None]]] = {
+            ("POST", path): partial(self._call, dialect) for path, dialect in DIALECTS.items()}
+        self._routes[("POST", COUNT_TOKENS)] = self._count
+        self._routes[("GET", "/v1/models")] = self._models
         for path in ("/", "/health", "/v1"):
             for method in ("GET", "HEAD"):
                 self._routes[(method, path)] = self._health
@@ -48,7 +57,8 @@ class GatewayApp:
                 raise self._unserved(method, path)
             await handler(dict(scope["headers"]), receive, send)
         except CallRefused as error:
-            await _respond(send, error.status, chat.error_body(error))
+            spoken = next((d for route, d in DIALECTS.items() if path.startswith(route)), CHAT)
+            await _respond(send, error.status, spoken.error(error))
 
     def _unserved(self, method: str, path: str) -> CallRefused:
         served = ", ".join(SERVED)
@@ -69,10 +79,16 @@ class GatewayApp:
         settings = self._calls.settings
         await _respond(send, 200, chat.models_body(settings.model, settings.max_context))
 
-    async def _chat(self, headers: Headers, receive: Receive, send: Send) -> None:
+    async def _count(self, headers: Headers, receive: Receive, send: Send) -> None:
+        """How many tokens a prompt would have. Nothing is sampled or recorded."""
+        session = self._session(headers)
+        request = ANTHROPIC.parse(await _body(headers, receive, self._limits.max_body_bytes), self._limits)
+        await _respond(send, 200, anthropic.count_body(self._calls.count(session, request)))
+
+    async def _call(self, dialect: Dialect, headers: Headers, receive: Receive, send: Send) -> None:
         session = self._session(headers)
         try:
-            request = chat.parse(await _body(headers, receive, self._limits.max_body_bytes), self._limits)
+            request = dialect.parse(await _body(headers, receive, self._limits.max_body_bytes), self._limits)
             key, pending = self._calls.start(session, request, read_evidence(headers, request))
         except CallRefused:
             session.num_errors += 1
@@ -80,40 +96,50 @@ class GatewayApp:
         gone = asyncio.ensure_future(receive())
         try:
             if request.stream:
-                await self._stream(pending, request.include_usage, send)
+                await self._stream(dialect, pending, request, send)
             else:
                 answer = await asyncio.shield(pending.result)
-                await _respond(send, 200, chat.completion(answer, self._calls.settings.model))
+                await _respond(send, 200, dialect.answer(answer, self._calls.settings.model))
             _delivered(session, key, pending, gone)
         finally:
             gone.cancel()
 
-    async def _stream(self, pending: PendingCall, include_usage: bool, send: Send) -> None:
+    async def _stream(self, dialect: Dialect, pending: PendingCall, request: ChatRequest, send: Send) -> None:
         """The answer as server-sent events; an error becomes the status before the first one and an event after it."""
-        model, num_shown, started = self._calls.settings.model, 0, False
+        events: AnswerEvents | None = None
+        num_shown, started = 0, False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        def opened() -> AnswerEvents:
+            model = self._calls.settings.model
+            return dialect.events(Opening(pending.answer_id, pending.created, model, request, pending.usage))
+
         while not pending.result.done():
             text = await _growth(pending, num_shown)
-            if not text and pending.result.done():
-                break
-            if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-                started = True
-            event = chat.text_event(pending.answer_id, pending.created, model, text, num_shown == 0)
-            num_shown += len(text)
-            await send({"type": "http.response.body", "body": event if text else KEEPALIVE, "more_body": True})
+            if text:
+                events = events or opened()
+                num_shown += len(text)
+                await write(events.text(text))
+            elif not pending.result.done():
+                await write(KEEPALIVE)
         error = pending.result.exception()
         if error is not None and not started:
             raise error
-        if not started:
-            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-        if isinstance(error, CallRefused):
-            end = chat.error_events(error)
-        else:
-            end = chat.final_events(pending.result.result(), model, num_shown, include_usage)
-        await send({"type": "http.response.body", "body": end})
+        events = events or opened()
+        end = events.error(error) if isinstance(error, CallRefused) else events.end(pending.result.result())
+        await write(end, more=False)
 
     def _session(self, headers: Headers) -> Session:
-        return self._sessions.authenticate(headers.get(b"authorization", b"").decode("latin-1"))
+        """The session of the key, which comes as a bearer's or, with Anthropic's clients, as `x-api-key`."""
+        key = headers.get(b"x-api-key")
+        authorization = headers.get(b"authorization", b"") if key is None else b"Bearer " + key
+        return self._sessions.authenticate(authorization.decode("latin-1"))
 
 
 def _delivered(session: Session, key: bytes, pending: PendingCall, gone: asyncio.Future[dict[str, Any]]) -> None:

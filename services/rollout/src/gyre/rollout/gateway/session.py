@@ -20,7 +20,7 @@ from gyre.contracts.events import CallEvidence, CallRecorded, Sampling
 from gyre.rollout.gateway.archive import ArchivedCall, CallArchive
 from gyre.rollout.gateway.context import Node, Place, TokenTree
 from gyre.rollout.gateway.delivery import Deliveries
-from gyre.rollout.gateway.messages import Answer, CallRefused, ChatRequest, Message, chain_next
+from gyre.rollout.gateway.messages import Answer, CallRefused, ChatRequest, Message, Usage, chain_next
 from gyre.rollout.gateway.provenance import Provenance
 from gyre.rollout.gateway.restore import SampledToolCalls
 
@@ -82,13 +82,17 @@ class StallMeter:
 
 
 class PendingCall:
-    """A call on its way. Any number of requests may wait for it; text that may be shown grows until it is done."""
+    """A call on its way. Any number of requests may wait for it; text that may be shown grows until it is done.
+
+    usage: what its prompt came to, once that was rendered.
+    """
 
     def __init__(self, answer_id: str, created: int) -> None:
         self.answer_id = answer_id
         self.created = created
         self.wants_text = False
         self.safe_text = ""
+        self.usage = Usage(0, 0)
         self.result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
         self._grown: asyncio.Event = asyncio.Event()
