@@ -1,0 +1,44 @@
+"""An unmodified Claude Code, installed apart, through one execution to a scored workspace, over Anthropic Messages."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from harness_stage import check_records, harness_stage, records_of, run_to_its_end, score
+
+BIN = os.environ.get("GYRE_TEST_HARNESS_BIN", "")
+SCRIPT = """
+exec claude --print --dangerously-skip-permissions --model policy "$(cat "$GYRE_TASK_INSTRUCTION")"
+"""
+QUIET = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "IS_SANDBOX": "1",
+         "ANTHROPIC_SMALL_FAST_MODEL": "policy", "ANTHROPIC_DEFAULT_HAIKU_MODEL": "policy"}
+
+pytestmark = [
+    pytest.mark.harness,
+    pytest.mark.skipif(not (Path(BIN) / "claude").exists() or not BIN, reason="run it by `make test-harness` (needs npm)"),
+]
+
+
+def bash(command: str) -> str:
+    said = json.dumps({"name": "Bash", "arguments": {"command": command, "description": "does it"}})
+    return f"<tool_call>\n{said}\n</tool_call>"
+
+
+TURNS = ("I look first.\n" + bash("ls -a"), bash("printf 'Hello, world!' > hello.txt"), bash("cat hello.txt"), "It is done.")
+
+
+async def test_claude_code_solves_a_harbor_task(tmp_path: Path) -> None:
+    environment = {**QUIET, "PATH": os.pathsep.join((BIN, os.defpath))}
+    async with harness_stage(tmp_path, SCRIPT, TURNS, environment) as stage:
+        said = await run_to_its_end(stage)
+        [end] = stage.ends()
+        assert (end.ending, end.exit_code, end.num_harness_errors) == ("finished", 0, 0), said[-3000:]
+        assert end.num_calls == len(TURNS)
+        assert "It is done." in said
+        assert stage.preserved()["hello.txt"] == b"Hello, world!"
+        records = records_of(stage)
+        check_records(records)
+        assert all("x-claude-code-session-id" in r.evidence.tags for r in records)
+        scored = await score(stage, tmp_path / "scratch")
+        assert (scored.reward, scored.num_passed, scored.num_checks) == (1.0, 2, 2)
