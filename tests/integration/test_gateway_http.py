@@ -148,7 +148,7 @@ async def test_routes(served: Served) -> None:
     assert (await http.head("/")).status_code == (await http.get("/health")).status_code == 200
     models = await served.client.models.list()
     assert [(m.id, m.max_model_len) for m in models.data] == [("policy", 8192)]
-    for path in ("/v1/responses", "/v1/messages/batches", "/v1/completions"):
+    for path in ("/v1/responses/compact", "/v1/messages/batches", "/v1/completions"):
         reply = await http.post(path, json={})
         assert reply.status_code == 501
         assert "/v1/chat/completions" in reply.json()["error"]["message"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from gyre.rollout.gateway.dialects.anthropic import ANTHROPIC
-from gyre.rollout.gateway.dialects.base import Limits
+from gyre.rollout.gateway.dialects.base import Limits, Opening
 from gyre.rollout.gateway.evidence import read_evidence
 from gyre.rollout.gateway.messages import Answer, CallRefused, Message, ToolCall, Usage
 
@@ -94,7 +94,7 @@ def test_what_a_harness_may_not_decide_is_ignored() -> None:
 def test_arguments_are_an_object_on_this_wire(arguments: str, read: dict) -> None:
     call = ToolCall("t", "sh", arguments)
     answer = Answer("chatcmpl-x-0000", "c", Message("assistant", "", (call,)), "tool_calls", Usage(9, 4, 5))
-    body = json.loads(ANTHROPIC.answer(answer, "policy"))
+    body = json.loads(ANTHROPIC.answer(Opening(answer.id, 0, "policy", parsed(), answer.usage), answer))
     assert body["content"] == [{"type": "tool_use", "id": "t", "name": "sh", "input": read}]
     assert (body["id"], body["stop_reason"]) == ("msg_x-0000", "tool_use")
     usage = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 5, "output_tokens": 4}

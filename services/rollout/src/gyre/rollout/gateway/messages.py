@@ -37,7 +37,8 @@ class Message:
 class ChatRequest:
     """One model request. `tools` are the function declarations as they were sent; `max_tokens` None: no wish.
 
-    `tags`: what the body says of whose request it is, by the name of its field.
+    `tags`: what the body says of whose request it is, by the name of its field. `free_tools`: those whose one argument the
+    harness wants as plain text.
     """
 
     messages: tuple[Message, ...]
@@ -47,6 +48,7 @@ class ChatRequest:
     include_usage: bool = False
     model: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
+    free_tools: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from gyre.rollout.gateway.dialects import anthropic, chat
 from gyre.rollout.gateway.dialects.anthropic import ANTHROPIC
 from gyre.rollout.gateway.dialects.base import AnswerEvents, Dialect, Limits, Opening
 from gyre.rollout.gateway.dialects.chat import CHAT
+from gyre.rollout.gateway.dialects.responses import RESPONSES
 from gyre.rollout.gateway.evidence import read_evidence
 from gyre.rollout.gateway.messages import CallRefused, ChatRequest
 from gyre.rollout.gateway.session import PendingCall, Session, Sessions
@@ -27,7 +28,7 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
           (b"x-accel-buffering", b"no")]
 KEEPALIVE_S = 15.0
 KEEPALIVE = b": keepalive\n\n"
-DIALECTS = {"/v1/chat/completions": CHAT, "/v1/messages": ANTHROPIC}
+DIALECTS = {"/v1/chat/completions": CHAT, "/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES}
 COUNT_TOKENS = "/v1/messages/count_tokens"
 SERVED = (*(f"POST {path}" for path in DIALECTS), f"POST {COUNT_TOKENS}", "GET /v1/models", "GET /health")
 
@@ -99,7 +100,7 @@ class GatewayApp:
                 await self._stream(dialect, pending, request, send)
             else:
                 answer = await asyncio.shield(pending.result)
-                await _respond(send, 200, dialect.answer(answer, self._calls.settings.model))
+                await _respond(send, 200, dialect.answer(self._opening(pending, request), answer))
             _delivered(session, key, pending, gone)
         finally:
             gone.cancel()
@@ -116,14 +117,10 @@ class GatewayApp:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        def opened() -> AnswerEvents:
-            model = self._calls.settings.model
-            return dialect.events(Opening(pending.answer_id, pending.created, model, request, pending.usage))
-
         while not pending.result.done():
             text = await _growth(pending, num_shown)
             if text:
-                events = events or opened()
+                events = events or dialect.events(self._opening(pending, request))
                 num_shown += len(text)
                 await write(events.text(text))
             elif not pending.result.done():
@@ -131,9 +128,12 @@ class GatewayApp:
         error = pending.result.exception()
         if error is not None and not started:
             raise error
-        events = events or opened()
+        events = events or dialect.events(self._opening(pending, request))
         end = events.error(error) if isinstance(error, CallRefused) else events.end(pending.result.result())
         await write(end, more=False)
+
+    def _opening(self, pending: PendingCall, request: ChatRequest) -> Opening:
+        return Opening(pending.answer_id, pending.created, self._calls.settings.model, request, pending.usage)
 
     def _session(self, headers: Headers) -> Session:
         """The session of the key, which comes as a bearer's or, with Anthropic's clients, as `x-api-key`."""

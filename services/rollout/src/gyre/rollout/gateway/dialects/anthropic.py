@@ -161,11 +161,11 @@ def _of_assistant(blocks: Iterator[tuple[str, Mapping[str, Any], str]]) -> Messa
 # ---------------------------------------------------------------- answers
 
 
-def answer_body(answer: Answer, model: str) -> bytes:
+def answer_body(opening: Opening, answer: Answer) -> bytes:
     """The body of an answer that is not streamed."""
     content: list[dict[str, Any]] = [{"type": "text", "text": answer.message.content}] if answer.message.content else []
     content += [{**_tool_use(c), "input": _input(c)} for c in answer.message.tool_calls]
-    return msgspec.json.encode({**_head(answer.id, model), "content": content, "stop_sequence": None,
+    return msgspec.json.encode({**_head(answer.id, opening.model), "content": content, "stop_sequence": None,
                                 "stop_reason": _STOP_REASONS[answer.stop_reason], "usage": _usage(answer.usage)})
 
 

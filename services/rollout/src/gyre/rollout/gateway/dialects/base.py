@@ -35,7 +35,7 @@ class AnswerEvents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What is known of a streamed answer before its first text. `created`: seconds of the epoch."""
+    """What is known of an answer before its first text. `created`: seconds of the epoch."""
 
     answer_id: str
     created: int
@@ -49,12 +49,12 @@ class Dialect:
     """A wire format. All four are pure.
 
     parse: a body -> the request in it. Raises CallRefused: 400, names the field that is wrong.
-    answer: an answer and the model's name -> the body of an answer that is not streamed.
+    answer: the body of an answer that is not streamed.
     events: what writes a streamed one. error: the body of an error.
     """
 
     parse: Callable[[bytes, Limits], ChatRequest]
-    answer: Callable[[Answer, str], bytes]
+    answer: Callable[[Opening, Answer], bytes]
     events: Callable[[Opening], AnswerEvents]
     error: Callable[[CallRefused], bytes]
 

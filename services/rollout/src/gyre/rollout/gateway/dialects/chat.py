@@ -128,12 +128,12 @@ def _tool_call(value: object, where: str) -> ToolCall:
 # ---------------------------------------------------------------- answers
 
 
-def completion(answer: Answer, model: str) -> bytes:
+def completion(opening: Opening, answer: Answer) -> bytes:
     """The body of an answer that is not streamed."""
     choice = {"index": 0, "message": _wire_message(answer.message), "logprobs": None,
               "finish_reason": answer.stop_reason}
     return msgspec.json.encode({"id": answer.id, "object": "chat.completion", "created": answer.created,
-                                "model": model, "choices": [choice], "usage": _wire_usage(answer.usage)})
+                                "model": opening.model, "choices": [choice], "usage": _wire_usage(answer.usage)})
 
 
 class ChatEvents:
