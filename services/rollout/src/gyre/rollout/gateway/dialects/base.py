@@ -12,9 +12,9 @@ from gyre.rollout.gateway.messages import Answer, CallRefused, ChatRequest, Usag
 class Limits:
     """Bounds of one request body."""
 
-    max_body_bytes: int = 8 * 1024 * 1024
-    max_messages: int = 4096
-    max_tools: int = 128
+    max_body_bytes: int = 64 * 1024 * 1024  # a million tokens of code as JSON take some 6 MB
+    max_messages: int = 65_536  # items, where a turn is several
+    max_tools: int = 1024
 
 
 class AnswerEvents(Protocol):
