@@ -7,7 +7,7 @@ from gyre.contracts.digest import token_digest
 from gyre.rollout.gateway.messages import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_fakes import ask, make_bench, sequences
+from rollout_fakes import TEMPLATE, ask, chatml_tokenizer, make_bench, sequences
 
 SHELL = ({"type": "function", "function": {"name": "sh", "parameters": {"type": "object"}}},)
 
@@ -42,6 +42,24 @@ async def test_a_whole_conversation_reads_as_the_template_would_write_it(tmp_pat
     plain = [{"role": m.role, "content": m.content} for m in messages[:-1]]
     text = bench.tokenizer.render(plain, add_generation_prompt=False)
     assert bench.tokenizer.decode(list(sequences(bench).values())[-1]) + "\n" == text
+
+
+STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}""" + TEMPLATE
+
+
+async def test_a_template_that_refuses_a_late_system_message_gets_it_as_the_users(tmp_path: Path) -> None:
+    """Claude Code puts reminders among the messages under the role of the system."""
+    late = [Message("system", "be brief"), Message("user", "hello"), Message("system", "remember")]
+    for name, template, role in (("strict", STRICT, "user"), ("lenient", TEMPLATE, "system")):
+        (tmp_path / name).mkdir()
+        bench = make_bench(tmp_path / name, "one", tokenizer=chatml_tokenizer(template))
+        answer = await ask(bench, late)
+        await ask(bench, [*late, answer.message, Message("system", "again"), Message("user", "go on")])
+        first, second = (bench.tokenizer.decode(c.record.prompt_delta) for c in bench.records)
+        assert first.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello"), template
+        assert f"<|im_start|>{role}\nremember<|im_end|>" in first
+        assert second.startswith(f"\n<|im_start|>{role}\nagain<|im_end|>\n<|im_start|>user\ngo on")
 
 
 async def test_an_output_cut_by_length_is_closed_by_the_increment(tmp_path: Path) -> None:

@@ -45,13 +45,15 @@ class Renderer:
     """Turns requests into prompts for one tokenizer and chat template.
 
     `num_opening`: ids at the end of every prompt that the template does not write before an answer of the past, such as
-    the opening of a thought.
+    the opening of a thought. A template that refuses a system message anywhere but at the beginning is given those as the
+    user's: harnesses put reminders there.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._stop_ids = frozenset(tokenizer.stop_ids)
         self.num_opening = self._count_opening()
+        self._takes_late_system = self._renders(({"role": "user", "content": "."}, {"role": "system", "content": "."}))
 
     def _count_opening(self) -> int:
         question = {"role": "user", "content": "."}
@@ -62,6 +64,22 @@ class Renderer:
             return 0
         opening = asked[len(os.path.commonprefix([asked, answered])):]
         return len(self.tokenizer.encode(opening)) if opening else 0
+
+    def _renders(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            self._render(messages, ())
+        except CallRefused:
+            return False
+        return True
+
+    def _plain(self, messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
+        """Messages as the template takes them; `num_before` others stand before them."""
+        given = [plain(m) for m in messages]
+        if not self._takes_late_system:
+            for message in given[0 if num_before else 1:]:
+                if message["role"] == "system":
+                    message["role"] = "user"
+        return given
 
     def prompt(self, request: ChatRequest, tree: TokenTree, earlier: Node | None, num_shared: int) -> Prompt:
         """The prompt of `request`, of which the first `num_shared` messages are those of `earlier` and its answer.
@@ -74,7 +92,7 @@ class Renderer:
             if increment is not None:
                 ids = np.concatenate((earlier.ids(), np.asarray(increment, dtype=np.int32)))
                 return Prompt(ids, tree.locate(ids, earlier))
-        text = self._render([plain(m) for m in request.messages], request.tools)
+        text = self._render(self._plain(request.messages), request.tools)
         ids = np.asarray(self.tokenizer.encode(text), dtype=np.int32)
         return Prompt(ids, tree.locate(ids), rerooted=earlier is not None)
 
@@ -82,7 +100,7 @@ class Renderer:
         """Ids that follow the sequence of `earlier`; None if the template refuses to write an increment."""
         stand_in = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
         try:
-            text = self._render([*stand_in, *map(plain, messages)], ())
+            text = self._render([*stand_in, *self._plain(messages, len(stand_in))], ())
         except CallRefused:
             return None
         _, found, rest = text.partition(_ANSWER)
