@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator
 
 from gyre.contracts import codec
 from gyre.contracts import events as e
@@ -32,6 +33,8 @@ READS: tuple[tuple[Stream, tuple[type, ...]], ...] = (
     (TRAJ, (e.GroupCompleted,)),
     (TRAIN, (e.StepFinished, e.WeightsPublished, e.CellTrainJoined, e.BacklogReported)),
 )
+# Of these only the newest counts. They are said every few seconds for as long as the run lasts, so those before are not read.
+SUPERSEDED: tuple[type, ...] = (e.ContextsReported, e.BacklogReported)
 
 
 class Scheduler:
@@ -70,9 +73,9 @@ class Scheduler:
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead until `stopping`. Raises LostLease or BusError; the supervisor starts a fresh process."""
         await self._lease.take()
-        self.leading = True
         positions = await self._rederive()
         self._traces.resumed()
+        self.leading = True  # commands look at the state
         readers = [asyncio.create_task(self._follow(stream, position, records))
                    for (stream, records), position in zip(READS, positions, strict=True)]
         try:
@@ -95,15 +98,25 @@ class Scheduler:
         """Fold the streams anew; returns the sequences to go on from."""
         state, positions = self._initial(), []
         for stream, records in READS:
-            received = await self._bus.read_all(stream, [filter_of(self._run, r) for r in records])
-            for message in received:
-                state = self._folded(state, message)
-            positions.append(received[-1].sequence + 1 if received else 1)
-            await self._lease.renew_if_due()
+            position = 1
+            async for page in self._pages(stream, [r for r in records if r not in SUPERSEDED]):
+                state = self._folded_all(state, page)
+                position = page[-1].sequence + 1
+            positions.append(position)
+            async for page in self._pages(stream, [r for r in records if r in SUPERSEDED], newest=True):
+                state = self._folded_all(state, page)
         if self._derived_at and summary(state) != summary(self.state):
             log.warning("what was followed differs from the streams: %s is now %s", summary(self.state), summary(state))
         self.state, self._derived_at = state, time.monotonic()
         return positions
+
+    async def _pages(self, stream: Stream, records: list[type], newest: bool = False) -> AsyncIterator[list[Received]]:
+        """What is in a stream of some records. A long history takes longer to read than a lease lives."""
+        await self._lease.renew_if_due()
+        if records:
+            async for page in self._bus.pages(stream, [filter_of(self._run, r) for r in records], newest):
+                yield page
+                await self._lease.renew_if_due()
 
     async def _follow(self, stream: Stream, start: int, records: tuple[type, ...]) -> None:
         async for batch in self._bus.follow(stream, [filter_of(self._run, r) for r in records], start):
@@ -120,9 +133,10 @@ class Scheduler:
         self._traces.read(envelope, fact)
         return fold(state, fact, envelope.time / 1e9)
 
-    def _fold(self, batch: list[Received]) -> None:
+    def _folded_all(self, state: State, batch: list[Received]) -> State:
         for received in batch:
-            self.state = self._folded(self.state, received)
+            state = self._folded(state, received)
+        return state
 
     # ------------------------------------------------------------ one cycle
 
@@ -131,9 +145,9 @@ class Scheduler:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
                 batch = await self._received.get()
-            self._fold(batch)
+            self.state = self._folded_all(self.state, batch)
             while not self._received.empty():
-                self._fold(self._received.get_nowait())
+                self.state = self._folded_all(self.state, self._received.get_nowait())
         await self._lease.renew_if_due()
         if self._said > self._ctl_position:
             return
