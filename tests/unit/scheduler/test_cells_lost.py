@@ -100,6 +100,26 @@ def test_a_core_whose_engine_does_not_come_back_trains_on() -> None:
     assert assignment(decided(state, 111.0))[:3] == (1, 1, "train")
 
 
+def test_the_core_does_not_stay_when_what_will_be_dispatched_does_not_fit_by_tokens() -> None:
+    """Also when nothing is left over from the burst: what the executions before grew to says what the next ones will."""
+    for max_context, stays in ((400, True), (600, False)):
+        state = opened()
+        for execution in sorted(state.water.live):
+            ended = e.ExecutionTerminated(execution, "g", "q", "train", "finished", 1, 1.0, max_context=max_context)
+            state = core.fold(state, ended, 9.0)
+        for index in range(4):
+            state = core.fold(state, e.GroupCompleted(f"g{index}", 0, "q", "train", 0, (), 2, 0.5, 0.0, ()), 10.0)
+        state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+        state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 11.0)
+        state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 12.0)
+        state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 12.0)
+        for cell in (1, 2):
+            state = core.fold(state, e.CellRolloutReady(cell, 0, 1, "c"), 13.0)
+        facts = decided(state, 13.0).facts  # 4 executions on two cells of 1000 tokens
+        assert (facts == (e.BurstClosed(0, 1),)) == stays
+        assert stays or assignment(decided(state, 13.0))[:3] == (0, 2, "rollout")
+
+
 def test_nobody_waits_at_the_end_of_a_burst_for_a_cell_that_does_not_come_back() -> None:
     state = opened(num_done=4)
     for cell in (0, 1):

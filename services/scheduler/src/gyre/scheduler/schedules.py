@@ -70,13 +70,10 @@ class View:
 
     def fits(self, num_cells: int, added: int = 0) -> Gate:
         """Which gate forbids that `num_cells` serve what is unfinished and `added` executions more; "" if none does."""
-        level = self.water.level + added
-        if level > max(num_cells, 0) * self.capacity.executions:
+        if self.water.level + added > max(num_cells, 0) * self.capacity.executions:
             return "count"
-        if self.capacity.kv_tokens and self.water.level:
-            tokens = self.water.kv_tokens() * level / self.water.level
-            if tokens > max(num_cells, 0) * self.capacity.kv_tokens:
-                return "tokens"
+        if self.capacity.kv_tokens and self.water.kv_tokens(added) > max(num_cells, 0) * self.capacity.kv_tokens:
+            return "tokens"
         return ""
 
     def fits_without(self, cell: CellState, added: int = 0) -> Gate:
