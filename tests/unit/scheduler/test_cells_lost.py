@@ -199,6 +199,29 @@ def test_a_burst_is_not_opened_while_nobody_serves_and_who_trains_comes_back() -
     assert decided(state, 14.0, plan).facts == (e.BurstClosed(0, 1),)
 
 
+def test_a_run_closes_although_no_engine_is_left_when_nothing_is_left_to_do() -> None:
+    plan = replace(THREE, num_cells=1, num_steps=1, num_outstanding=4, groups_per_step=4, evaluate_at_end=False)
+    state = opened(plan, num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 11.0)
+    state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 12.0)
+    state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 12.0)
+    state = core.fold(state, decided(state, 12.0, plan).facts[0], 12.0)  # back to rollout, where its engine is broken
+    assert decided(state, 100.0, plan).facts == ()
+    assert decided(state, 113.0, plan).facts == (e.BurstClosed(0, 1),)
+    state = core.fold(state, e.BurstClosed(0, 1), 113.0)
+    assert decided(state, 113.0, plan).facts == (e.RunClosed("completed", 1, 0),)
+    assert decided(state, 113.0, replace(plan, evaluate_at_end=True)).facts == (), "somebody has to serve the evaluation"
+
+
+def test_a_run_that_is_asked_to_stop_before_any_engine_has_come_up_closes() -> None:
+    state = core.fold(core.initial(2), e.RunOpened("d", 1, 2), 1.0)
+    state = core.fold(state, e.RunStopRequested("asked", 0), 2.0)
+    plan = replace(THREE, num_cells=2)
+    assert decided(state, 100.0, plan).facts == ()
+    assert decided(state, 102.0, plan).facts == (e.RunClosed("stopped: asked", 0, 0),)
+
+
 def test_gates_are_counted_by_stretches() -> None:
     counts = GateCounts()
     for blocked in ("count", "count", "", "count", "supply", "supply"):
