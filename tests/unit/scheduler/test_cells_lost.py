@@ -145,6 +145,20 @@ def test_a_lost_engine_is_no_capacity_until_it_serves_again() -> None:
     assert assignment(decided(state))[0] == 0
 
 
+def test_an_engine_that_has_let_its_cell_train_is_not_lost_any_more() -> None:
+    """It answered. When the cell comes back it is waited for as any other, in whatever order the streams are read."""
+    lost, joined = e.CellRolloutLost(0, 0, 1, "away"), e.CellTrainJoined(0, 1, 0, 0)
+    for first, second in ((lost, joined), (joined, lost)):
+        state = core.fold(opened(), e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+        state = core.fold(core.fold(state, first, 11.0), second, 11.0)
+        assert not state.cells[0].lost
+        state = core.fold(state, e.CellRoleAssigned(0, 2, "rollout", "t", 0), 12.0)
+        assert decided(state, 13.0).facts == ()
+        state = core.fold(state, e.CellRolloutReady(0, 2, 0, "", 1), 14.0)
+        state = core.fold(state, e.CellRolloutLost(0, 2, 2, "away"), 20.0)
+        assert state.cells[0].lost
+
+
 def test_a_cell_whose_engine_is_lost_is_the_last_that_is_told_to_train() -> None:
     """If the whole cell is dead nobody confirms, and everybody behind it would wait for that."""
     state = opened(num_done=4)

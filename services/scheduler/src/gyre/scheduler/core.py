@@ -289,7 +289,7 @@ def _inside_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> D
     core = state.cells[0]
     if core.role == "rollout" and not core.settled:  # it has not come back in time; nobody trains without it, but it may
         view = replace(view, next_in_order=core)
-        reason = f"rollout not confirmed within {plan.transition_timeout_s:g} s"
+        reason = "its engine is lost" if core.lost else f"rollout not confirmed within {plan.transition_timeout_s:g} s"
     choice = schedule.next_to_train(view)
     if choice.cell is None:
         return Decision(blocked=choice.blocked)
