@@ -234,5 +234,7 @@ def _same(one: e.Fact, other: e.Fact) -> bool:
         return row_of(one).key(one) == row_of(other).key(other) and one.digest == other.digest
     if isinstance(one, e.RunStopRequested | e.RunOpened):
         return True
+    if isinstance(one, e.StepFinished) and isinstance(other, e.StepFinished):
+        return other.attempt >= one.attempt  # what was trained and is in no checkpoint is trained again
     return one == other
 

@@ -120,6 +120,19 @@ def test_the_core_does_not_stay_when_what_will_be_dispatched_does_not_fit_by_tok
         assert stays or assignment(decided(state, 13.0))[:3] == (0, 2, "rollout")
 
 
+def test_the_core_does_not_stay_when_a_cell_that_is_missing_would_be_needed() -> None:
+    plan = replace(THREE, capacity=Capacity(3))
+    state = opened(plan, num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(2, 1, "rollout", "t", 0), 10.0)  # from training, in which it never was
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 100.0)
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 101.0)
+    state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 102.0)
+    state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 102.0)
+    state = core.fold(state, e.CellRolloutReady(1, 0, 1, "c"), 103.0)
+    assert decided(state, 105.0, plan).facts == (), "the core stays: four executions fit two cells, of which one is waited for"
+    assert assignment(decided(state, 111.0, plan))[:3] == (0, 2, "rollout")
+
+
 def test_nobody_waits_at_the_end_of_a_burst_for_a_cell_that_does_not_come_back() -> None:
     state = opened(num_done=4)
     for cell in (0, 1):

@@ -257,6 +257,7 @@ def _returning(state: State, plan: Plan, schedule: Schedule, now: float) -> list
     if all(c.role == "train" or _is_missing(c, state, plan, now) for c in state.cells):
         return [c for c in state.cells if c.role == "train"]
     view = view_of(state, plan)
+    view = replace(view, cells=tuple(c for c in view.cells if not _is_missing(c, state, plan, now)))  # nobody counts on those
     return [c for c in state.cells if c.role == "train" and not schedule.stays(c, view)]
 
 

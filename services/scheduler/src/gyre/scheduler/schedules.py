@@ -52,9 +52,9 @@ class Supply:
 class View:
     """What a schedule decides on: a snapshot inside an open burst, or at its end.
 
-    cells: those that can train, in order. next_in_order: the one whose turn it is to train, if any. num_serving: cells that
-    serve now, standalone ones among them. to_dispatch: executions that the next burst will add. share_done: terminated of
-    those dispatched since the burst began and carried.
+    cells: those that can train, in order; at a burst's end only those that are there. next_in_order: the one whose turn it is
+    to train, if any. num_serving: cells that serve now, standalone ones among them. to_dispatch: executions that the next
+    burst will add. share_done: terminated of those dispatched since the burst began and carried.
     """
 
     cells: tuple[CellState, ...]
@@ -126,7 +126,7 @@ class Elastic:
         """The core, if the next step's data is ready and what will be dispatched fits the cells that serve."""
         if cell.cell != 0 or not view.supply.fills_step:
             return False
-        others = sum(1 for c in view.cells if c.cell != 0 and not c.lost) + view.num_standalone
+        others = sum(c.cell != 0 for c in view.cells) + view.num_standalone
         return not view.fits(others, view.to_dispatch)
 
 
