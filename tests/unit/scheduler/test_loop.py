@@ -23,7 +23,7 @@ class FakeBus:
     """Streams that hold `facts`; pages of two."""
 
     def __init__(self, facts: list[Fact], directory: Path) -> None:
-        self._facts, self._blobs, self.said = facts, DirectoryBlobs(directory), []
+        self._facts, self.blobs, self.said = facts, DirectoryBlobs(directory), []
         self.num_read = 0
         self.followed: dict[str, int] = {}
         self.reads = asyncio.Event()
@@ -38,7 +38,7 @@ class FakeBus:
             yield [self._received(stream, n, f) for n, f in found[start:start + PAGE]]
 
     def _received(self, stream: Stream, sequence: int, fact: Fact) -> Received:
-        data = encode_fact(fact, run=RUN, source="test", blobs=self._blobs)
+        data = encode_fact(fact, run=RUN, source="test", blobs=self.blobs)
         return Received(stream.name, "", sequence, sequence, 1, {}, data, None)
 
     async def follow(self, stream: Stream, filters: list[str], start: int = 1) -> AsyncIterator[list[Received]]:
@@ -76,7 +76,7 @@ def history() -> list[Fact]:
 async def test_a_new_leader_renews_its_lease_while_it_reads_and_commands_wait_until_it_has_read(tmp_path: Path) -> None:
     bus = FakeBus(history(), tmp_path)
     lease = FakeLease(bus)
-    scheduler = Scheduler(RUN, PLAN, schedule_of("elastic"), bus, lease, ManualClock())
+    scheduler = Scheduler(RUN, PLAN, schedule_of("elastic"), bus, bus.blobs, lease, ManualClock())
     stopping = asyncio.Event()
     running = asyncio.create_task(scheduler.run(stopping))
     await asyncio.sleep(0)
@@ -92,5 +92,23 @@ async def test_a_new_leader_renews_its_lease_while_it_reads_and_commands_wait_un
         await asyncio.sleep(0)
     positions = {row_of(f).stream.name: n + 2 for n, f in enumerate(history()) if not isinstance(f, e.BacklogReported)}
     assert bus.followed["GYRE_TRAIN"] == positions["GYRE_TRAIN"], "from the last that was read in order"
+    stopping.set()
+    await running
+
+
+async def test_a_fact_whose_body_lies_in_the_blob_store_counts_as_any_other(tmp_path: Path) -> None:
+    """A large group's does: unread, the group would never be complete and its step never due."""
+    ref = e.BlobRef("micro-steps/x", "d" * 32, 1)
+    micro_steps = tuple(e.MicroStepRef(f"m{i:05d}", "d", 1.0, 1, 1, 1, ref) for i in range(4000))
+    completed = e.GroupCompleted("g", 0, "q", "train", 0, (), 2, 0.5, 0.0, micro_steps)
+    bus = FakeBus([e.RunOpened("d", 1, 2), completed, e.RunClosed("completed", 1, 0)], tmp_path)
+    bus.reads.set()
+    scheduler = Scheduler(RUN, PLAN, schedule_of("elastic"), bus, bus.blobs, FakeLease(bus), ManualClock())
+    stopping = asyncio.Event()
+    running = asyncio.create_task(scheduler.run(stopping))
+    while not scheduler.leading:
+        await asyncio.sleep(0)
+    assert bus.blobs.names("messages/r/group.completed") == ["g"]
+    assert scheduler.state.num_train_completed == 1
     stopping.set()
     await running

@@ -13,6 +13,7 @@ from gyre.contracts import codec
 from gyre.contracts import events as e
 from gyre.contracts.errors import BusError, ContractError
 from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ, Stream, filter_of
+from gyre.runtime.blobs import BlobStore
 from gyre.runtime.bus import Bus, Received
 from gyre.runtime.clock import Clock
 from gyre.scheduler.config import Plan
@@ -43,9 +44,10 @@ class Scheduler:
     One task reads, decides, says and renews, so nothing is ever said under a lease that another task has just lost.
     """
 
-    def __init__(self, run: str, plan: Plan, schedule: Schedule, bus: Bus, lease: Lease, clock: Clock) -> None:
+    def __init__(self, run: str, plan: Plan, schedule: Schedule, bus: Bus, blobs: BlobStore, lease: Lease,
+                 clock: Clock) -> None:
         self._run, self._plan, self._schedule = run, plan, schedule
-        self._bus, self._lease, self._clock = bus, lease, clock
+        self._bus, self._blobs, self._lease, self._clock = bus, blobs, lease, clock
         self.state: State = self._initial()
         self.gates = GateCounts()
         self.leading = False
@@ -126,7 +128,8 @@ class Scheduler:
         if received.stream == CTL.name:
             self._ctl_position = max(self._ctl_position, received.sequence)
         try:
-            envelope, fact = codec.decode(received.data)
+            envelope = codec.decode_envelope(received.data)
+            fact = codec.fact_of(envelope, self._blobs.get(envelope.ref) if envelope.ref else None)
         except ContractError as error:
             log.error("ignored %s %d: %s", received.subject, received.sequence, error)
             return state
