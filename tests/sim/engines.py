@@ -171,6 +171,8 @@ class SimEngine:
     def _one_at_a_time(self, command: Callable[[], Task]) -> Task:
         while self._busy is not None:
             yield self._busy
+        if self.process.name in self.world.refusing:
+            raise Refused("carries out nothing")
         busy = self._busy = self.world.reply()
         try:
             done = yield from command()

@@ -8,6 +8,7 @@
     at 20 down nats for 300               nobody reaches it
     at 20 lossy 0.2 for 60                a fifth of all messages is lost
     at 30 jump trainer-0 -40              its wall clock is set back
+    at 20 refuse engine-1 for 60          it answers, and neither wakes nor sleeps nor takes weights
     at 0 crash rollout point 17           it dies at the 17th place where it may
     at 30 again group.completed           the newest such fact is stored once more: a late retry, its id long forgotten
     at 30 again cell.role.assigned 3      the third newest is
@@ -154,6 +155,10 @@ class Faults:
         self._world.mute.add(name)
         return lambda: self._world.mute.discard(name)
 
+    def _refuse(self, fault: Fault, name: str) -> Callable[[], None]:
+        self._world.refusing.add(name)
+        return lambda: self._world.refusing.discard(name)
+
     def _down(self, fault: Fault, name: str) -> Callable[[], None]:
         self._world.down.add(name)
 
@@ -212,6 +217,10 @@ def draw(seed: int, names: list[str], span_s: float) -> tuple[Fault, ...]:
     if dice.random() < 0.2:
         name = dice.choice([n for n in names if n.startswith("trainer")])
         faults.append(Fault(round(dice.uniform(0.0, 1.3 * span_s), 2), ("lose", name), 2.0))
+    for verb, prefixes in (("refuse", ("engine",)), ("kill", ("engine", "trainer"))):  # for minutes
+        if dice.random() < 0.15:
+            name = dice.choice([n for n in names if n.startswith(prefixes)])
+            faults.append(Fault(round(dice.uniform(0.0, span_s), 2), (verb, name), dice.choice((30.0, 120.0, 700.0))))
     return tuple(faults)
 
 

@@ -19,6 +19,7 @@ from sim.setting import Setting
 from sim.trainer import gradient
 
 MAX_SKEW_S = 70.0  # of two wall clocks, when they disagree on how long a transition takes
+NEWS_S = 10.0  # what was stored less than so long ago a leader may not have read
 
 
 def require(holds: bool, what: str) -> None:
@@ -43,6 +44,7 @@ class Invariants:
         self._published: dict[int, str] = {}
         self._sampled: dict[int, set[str]] = {}
         self._assigned_at: dict[int, float] = {}
+        self._lost_until: dict[int, float] = {}
         self._epochs: dict[tuple[str, int], int] = {}
         self.lineage = Weights()
         self.num_attempts = 0
@@ -68,7 +70,9 @@ class Invariants:
         elif not isinstance(fact, e.ExecutionScored | e.ExecutionUnscorable):  # of two results the first counts
             require(_same(known, fact), f"1: {message.id} was said twice, differently: {known} and {fact}")
             require(not isinstance(fact, e.StepSealed), f"{fact} is stored twice")
+        lost = [c.cell for c in self.state.cells if c.lost]
         self.state = scheduler.fold(self.state, fact, message.at)
+        self._lost_until |= dict.fromkeys(lost, self._world.now)
         water = self.state.water
         require(water.level == len(water.dispatched - water.terminated), "the waterlevel is wrong")
 
@@ -113,7 +117,9 @@ class Invariants:
     def _may_be_late(self, cell: int) -> bool:
         """Whether a scheduler's clock may say that the cell's transition takes too long."""
         state = self.state.cells[cell]
-        return state.lost or self._world.now - self._assigned_at.get(cell, 0.0) > self._plan.transition_timeout_s - MAX_SKEW_S
+        was_lost = self._world.now - self._lost_until.get(cell, -NEWS_S) < NEWS_S
+        since = self._world.now - self._assigned_at.get(cell, 0.0)
+        return state.lost or was_lost or since > self._plan.transition_timeout_s - MAX_SKEW_S
 
     def _is_absent(self, cell: int) -> bool:
         return not self.state.cells[cell].settled or self._may_be_late(cell)
@@ -234,5 +240,7 @@ def _same(one: e.Fact, other: e.Fact) -> bool:
         return row_of(one).key(one) == row_of(other).key(other) and one.digest == other.digest
     if isinstance(one, e.RunStopRequested | e.RunOpened):
         return True
+    if isinstance(one, e.StepFinished) and isinstance(other, e.StepFinished):
+        return other.attempt >= one.attempt  # what was trained and is in no checkpoint is trained again
     return one == other
 

@@ -92,6 +92,7 @@ class World:
     cuts: set[frozenset[str]] = field(default_factory=set)  # pairs that cannot reach each other
     down: set[str] = field(default_factory=set)  # what nobody can reach
     mute: set[str] = field(default_factory=set)  # whose messages to the bus do not get out, while it hears everything
+    refusing: set[str] = field(default_factory=set)  # engines that carry out no command
     trace: deque[tuple[float, str, str, Any]] = field(default_factory=lambda: deque(maxlen=TRACE_LENGTH))
     restart_s: float = 1.0
     blobs: dict[str, bytes] = field(default_factory=dict)

@@ -324,15 +324,16 @@ class _Keeper:
         self._rollout, self._engine, self._world = rollout, engine, rollout.world
         self._cell = engine.devices.cell
         self._said: tuple[int, int] | None = None
-        self._gone_since: float | None = None
+        self._failing_since: float | None = None
+        self._is_lost = False
 
     def run(self) -> Task:
         while True:
             try:
                 yield from self._check()
-                self._gone_since = None
-            except Refused:
-                pass
+                self._failing_since, self._is_lost = None, False
+            except Refused as error:
+                self._miss(str(error))
             except Unreachable as error:
                 self._rollout._admits.discard(self._cell)
                 self._miss(str(error))
@@ -340,10 +341,11 @@ class _Keeper:
 
     def _miss(self, why: str) -> None:
         wanted, now = self._rollout._wanted.get(self._cell), self._world.clock(self._rollout.process)
-        self._gone_since = now if self._gone_since is None else self._gone_since
-        if wanted is None or not wanted.serve or self._said is None or now - self._gone_since < LOST_AFTER_S:
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        if wanted is None or not wanted.serve or self._is_lost or now - self._failing_since < LOST_AFTER_S:
             return
-        self._said = None
+        self._said, self._is_lost = None, True
+        self._rollout._admits.discard(self._cell)
         self._rollout._post(at.EngineLost(self._cell, wanted.epoch, why))
 
     def _call(self, work: Callable[[], object]) -> Task:

@@ -121,8 +121,8 @@ class SimScheduler:
 
     def _run(self) -> Task:
         yield from self._lease.take()
-        self.leads = True
         positions = yield from self._rederive()
+        self.leads = True
         for (stream, records), position in zip(READS, positions, strict=True):
             self.bus.read(self.process, stream, records, position, self._take)
         while True:

@@ -100,13 +100,14 @@ class World:
 
 
 Check = Callable[[core.State, e.Fact], None]
+Hear = Callable[[e.Fact], None]
 
 
 def play(plan: Plan, schedule: Schedule, seed: int, duplicate: float = 0.0, forget: float = 0.0,
-         check: Check = lambda state, fact: None) -> tuple[core.State, list[e.Fact]]:
+         check: Check = lambda state, fact: None, hear: Hear = lambda fact: None) -> tuple[core.State, list[e.Fact]]:
     """A whole run; facts arrive shuffled, sometimes twice; the scheduler sometimes restarts and folds everything anew.
 
-    `check(state, fact)` sees each of the scheduler's facts with the state it was decided on.
+    `check(state, fact)` sees each of the scheduler's facts with the state it was decided on; `hear(fact)` all that is said.
     """
     dice, world = random.Random(seed), World(plan)
     said: list[e.Fact] = [e.RunOpened("d", plan.seed, plan.num_cells, num_standalone=plan.num_standalone)]
@@ -120,6 +121,8 @@ def play(plan: Plan, schedule: Schedule, seed: int, duplicate: float = 0.0, forg
             heard.append(fact)
             state = core.fold(state, fact)
         if state.closed:
+            for fact in heard:
+                hear(fact)
             return state, said
         if world.pending:
             fact = world.pending.pop(dice.randrange(len(world.pending)))

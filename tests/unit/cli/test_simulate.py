@@ -97,12 +97,24 @@ def test_constants_and_recorded_tables_are_files_of_the_users(config, tmp_path):
     (["--workload", "nowhere.json"], "--workload nowhere.json: no such file; give lognormal"),
     (["--set", "burst.phi=1", "--schedule", "colocate"], "burst.phi = 1: colocate carries nothing over a burst; use 0"),
     (["--cells", "1", "--schedule", "async"], "at least one has to train and one to roll out"),
+    (["--cells", "1", "--schedule", "colocate+standalone"], "of 1 cells at least one has to train and one to roll out alone"),
     (["--from", "nowhere"], "nowhere: no run there"),
+    (["--picture", "nowhere/lanes.html"], "--picture nowhere/lanes.html: give a file in a directory that is there"),
+    (["--picture", "."], "--picture .: give a file in a directory that is there"),
 ])
 def test_what_cannot_be_is_refused_with_its_reason(config, arguments, said):
     code, text = simulated(config, *arguments)
     assert code == 2
     assert said in " ".join(text.split())
+
+
+def test_it_is_said_how_many_executions_end_at_the_harness_timeout(config):
+    """The distribution's executions take hours: with a short timeout they are all of one length, and there is no tail."""
+    few = ("--seeds", "1", "--schedule", "elastic")
+    _, text = simulated(config, *few, "--set", "harness.timeout_s=60")
+    assert "32 of 32 executions are ended at harness.timeout_s = 60 s" in text
+    _, text = simulated(config, *few)
+    assert "are ended at" not in text
 
 
 def test_an_unknown_constant_names_its_neighbour(config, tmp_path):

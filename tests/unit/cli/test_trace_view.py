@@ -264,6 +264,10 @@ def test_the_page_needs_nothing_else_and_has_a_lane_for_each_process(files: Path
     assert html.count('class="lane"') == 4
     assert html.split("<section>")[1].count('class="bar ') == 12
     assert gyre(files, "--list", "--html", page)[0] == 0
+    for nowhere in (tmp_path / "nowhere" / "page.html", tmp_path, page / "page.html"):
+        code, text = gyre(files, "--html", nowhere)
+        assert code == 2 and f"{nowhere} cannot be written:" in "".join(text.split("\n"))
+    assert not list(tmp_path.parent.glob(".*.new"))
     assert page.read_text().count("<section>") == 2
 
 

@@ -246,3 +246,38 @@ async def test_the_keeper_calls_an_engine_lost_only_after_the_time_a_restart_tak
     control.restart()
     await keeper.look()
     assert said[2] == lo.EngineServing(0, 0, 0, "c0"), "it is said again, because it had been said to be lost"
+
+
+async def test_an_engine_that_a_restarted_service_never_saw_serve_is_lost_all_the_same() -> None:
+    clock = ManualClock()
+    keeper, control, _, said = make_keeper(clock)
+    control.is_gone = True
+    keeper.settle(lo.SettleCell(0, 3, True, V0, is_confirmed=True))
+    for seconds in (0.0, 14.0, 1.5, 60.0):
+        clock.advance(seconds)
+        await keeper.look()
+    assert [type(event) for event in said] == [lo.EngineLost]
+
+
+async def test_an_engine_that_answers_and_does_not_serve_is_lost_after_the_same_time() -> None:
+    clock = ManualClock()
+    keeper, control, router, said = make_keeper(clock)
+    keeper.settle(lo.SettleCell(0, 0, True, V0))
+    await keeper.look()
+
+    async def refuse(weights: e.WeightsPublished) -> tuple[int, str]:
+        raise EngineError("no room for them")
+
+    takes, control.load = control.load, refuse
+    keeper.settle(lo.SettleCell(0, 0, True, V1))
+    for seconds, num_said in ((0.0, 1), (14.0, 1), (1.5, 2), (60.0, 2)):
+        clock.advance(seconds)
+        control.wake = lambda epoch, weights: refuse(weights)
+        await keeper.look()
+        assert len(said) == num_said
+    assert said[1] == lo.EngineLost(0, 0, "does not serve for 15 s: no room for them")
+    assert not router.is_admitting(0), "the scheduler does not count on it"
+    control.wake = lambda epoch, weights: takes(weights)
+    await keeper.look()
+    assert said[2] == lo.EngineServing(0, 0, 1, "c1")
+    assert router.is_admitting(0)

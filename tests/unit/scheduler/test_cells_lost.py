@@ -100,6 +100,39 @@ def test_a_core_whose_engine_does_not_come_back_trains_on() -> None:
     assert assignment(decided(state, 111.0))[:3] == (1, 1, "train")
 
 
+def test_the_core_does_not_stay_when_what_will_be_dispatched_does_not_fit_by_tokens() -> None:
+    """Also when nothing is left over from the burst: what the executions before grew to says what the next ones will."""
+    for max_context, stays in ((400, True), (600, False)):
+        state = opened()
+        for execution in sorted(state.water.live):
+            ended = e.ExecutionTerminated(execution, "g", "q", "train", "finished", 1, 1.0, max_context=max_context)
+            state = core.fold(state, ended, 9.0)
+        for index in range(4):
+            state = core.fold(state, e.GroupCompleted(f"g{index}", 0, "q", "train", 0, (), 2, 0.5, 0.0, ()), 10.0)
+        state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+        state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 11.0)
+        state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 12.0)
+        state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 12.0)
+        for cell in (1, 2):
+            state = core.fold(state, e.CellRolloutReady(cell, 0, 1, "c"), 13.0)
+        facts = decided(state, 13.0).facts  # 4 executions on two cells of 1000 tokens
+        assert (facts == (e.BurstClosed(0, 1),)) == stays
+        assert stays or assignment(decided(state, 13.0))[:3] == (0, 2, "rollout")
+
+
+def test_the_core_does_not_stay_when_a_cell_that_is_missing_would_be_needed() -> None:
+    plan = replace(THREE, capacity=Capacity(3))
+    state = opened(plan, num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(2, 1, "rollout", "t", 0), 10.0)  # from training, in which it never was
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 100.0)
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 101.0)
+    state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 102.0)
+    state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 102.0)
+    state = core.fold(state, e.CellRolloutReady(1, 0, 1, "c"), 103.0)
+    assert decided(state, 105.0, plan).facts == (), "the core stays: four executions fit two cells, of which one is waited for"
+    assert assignment(decided(state, 111.0, plan))[:3] == (0, 2, "rollout")
+
+
 def test_nobody_waits_at_the_end_of_a_burst_for_a_cell_that_does_not_come_back() -> None:
     state = opened(num_done=4)
     for cell in (0, 1):
@@ -123,6 +156,20 @@ def test_a_lost_engine_is_no_capacity_until_it_serves_again() -> None:
     assert decided(state).blocked == "count", "that was said before it was lost"
     state = core.fold(state, e.CellRolloutReady(2, 0, 0, "", 1))
     assert assignment(decided(state))[0] == 0
+
+
+def test_an_engine_that_has_let_its_cell_train_is_not_lost_any_more() -> None:
+    """It answered. When the cell comes back it is waited for as any other, in whatever order the streams are read."""
+    lost, joined = e.CellRolloutLost(0, 0, 1, "away"), e.CellTrainJoined(0, 1, 0, 0)
+    for first, second in ((lost, joined), (joined, lost)):
+        state = core.fold(opened(), e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+        state = core.fold(core.fold(state, first, 11.0), second, 11.0)
+        assert not state.cells[0].lost
+        state = core.fold(state, e.CellRoleAssigned(0, 2, "rollout", "t", 0), 12.0)
+        assert decided(state, 13.0).facts == ()
+        state = core.fold(state, e.CellRolloutReady(0, 2, 0, "", 1), 14.0)
+        state = core.fold(state, e.CellRolloutLost(0, 2, 2, "away"), 20.0)
+        assert state.cells[0].lost
 
 
 def test_a_cell_whose_engine_is_lost_is_the_last_that_is_told_to_train() -> None:
@@ -177,6 +224,29 @@ def test_a_burst_is_not_opened_while_nobody_serves_and_who_trains_comes_back() -
     assert decided(state, 13.0, plan).facts == ()
     state = core.fold(state, e.CellRolloutReady(0, 2, 1, "c"), 14.0)
     assert decided(state, 14.0, plan).facts == (e.BurstClosed(0, 1),)
+
+
+def test_a_run_closes_although_no_engine_is_left_when_nothing_is_left_to_do() -> None:
+    plan = replace(THREE, num_cells=1, num_steps=1, num_outstanding=4, groups_per_step=4, evaluate_at_end=False)
+    state = opened(plan, num_done=4)
+    state = core.fold(state, e.CellRoleAssigned(0, 1, "train", "t", 0), 10.0)
+    state = core.fold(state, e.CellTrainJoined(0, 1, 0, 0), 11.0)
+    state = core.fold(state, e.StepFinished(0, 1, 0, True, 2, 1, 1, 0.0, 0.0, 0.0), 12.0)
+    state = core.fold(state, e.WeightsPublished(1, "c", 0, "ckpt"), 12.0)
+    state = core.fold(state, decided(state, 12.0, plan).facts[0], 12.0)  # back to rollout, where its engine is broken
+    assert decided(state, 100.0, plan).facts == ()
+    assert decided(state, 113.0, plan).facts == (e.BurstClosed(0, 1),)
+    state = core.fold(state, e.BurstClosed(0, 1), 113.0)
+    assert decided(state, 113.0, plan).facts == (e.RunClosed("completed", 1, 0),)
+    assert decided(state, 113.0, replace(plan, evaluate_at_end=True)).facts == (), "somebody has to serve the evaluation"
+
+
+def test_a_run_that_is_asked_to_stop_before_any_engine_has_come_up_closes() -> None:
+    state = core.fold(core.initial(2), e.RunOpened("d", 1, 2), 1.0)
+    state = core.fold(state, e.RunStopRequested("asked", 0), 2.0)
+    plan = replace(THREE, num_cells=2)
+    assert decided(state, 100.0, plan).facts == ()
+    assert decided(state, 102.0, plan).facts == (e.RunClosed("stopped: asked", 0, 0),)
 
 
 def test_gates_are_counted_by_stretches() -> None:

@@ -1,13 +1,16 @@
 """The scheduler's fold and decisions, driven by a small world that answers each fact as the services would."""
 
+import random
 from dataclasses import replace
 
 import pytest
 from gyre.contracts import events as e
+from gyre.contracts.subjects import STREAMS, row_of
 from gyre.runtime.config import TimeoutCalls
 from gyre.scheduler import core
 from gyre.scheduler.burst import train_group, train_task
 from gyre.scheduler.config import Plan
+from gyre.scheduler.gates import summary
 from gyre.scheduler.schedules import Colocate, Schedule, schedule_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,6 +136,34 @@ def test_facts_of_an_older_epoch_confirm_nothing():
     assert (state.cells[0].role, state.cells[0].epoch) == ("train", 3)
     state = core.fold(state, e.CellTrainJoined(0, 3, 0, 0))
     assert state.cells[0].settled
+
+
+def test_a_confirmation_that_is_read_before_the_assignment_counts_once_that_is_read():
+    """They are in different streams, whose followers know nothing of each other."""
+    state = core.fold(core.initial(1), e.CellRoleAssigned(0, 1, "train", "t", 0))
+    state = core.fold(state, e.CellRolloutReady(0, 2, 5, "c"))
+    assert not state.cells[0].settled
+    state = core.fold(state, e.CellTrainJoined(0, 3, 0, 5))
+    for epoch, role in ((2, "rollout"), (3, "train")):
+        state = core.fold(state, e.CellRoleAssigned(0, epoch, role, "t", 5))
+        assert state.cells[0].settled
+    assert not core.fold(state, e.CellRoleAssigned(0, 4, "rollout", "t", 5)).cells[0].settled
+
+
+@pytest.mark.parametrize("name", ["elastic", "async"])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_streams_give_one_state_in_whatever_interleaving(name, seed):
+    plan, facts = SETTINGS[name], []
+    play(plan, schedule_of(name, 2), seed, hear=facts.append)
+    dice = random.Random(seed)
+    streams = [[f for f in facts if row_of(f).stream is s] for s in STREAMS]
+    in_turn, mixed = (core.initial(plan.num_cells) for _ in range(2))
+    for fact in facts:
+        in_turn = core.fold(in_turn, fact)
+    while streams := [s for s in streams if s]:
+        mixed = core.fold(mixed, dice.choice(streams).pop(0))
+    assert summary(mixed) == summary(in_turn)
 
 
 def test_tasks_are_drawn_without_repetition_inside_a_pass_and_anew_in_the_next():

@@ -15,7 +15,7 @@ from gyre.scheduler.simulation.constants import (
     TransitionConstants,
     check_constants,
 )
-from gyre.scheduler.simulation.workload import Lognormal
+from gyre.scheduler.simulation.workload import Capped, Demand, Lognormal, Replayed
 from gyre.scheduler.simulation.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,6 +171,19 @@ def test_without_streaming_a_step_begins_when_it_is_sealed():
     plan = replace(PLAN, num_steps=2, num_cells=3)
     one, other = (world_of(name, demands, plan).run() for name in ("async", "async+streaming"))
     assert other.makespan_s < one.makespan_s
+
+
+def test_a_run_that_stands_still_because_a_cell_is_lost_nearly_for_good_is_refused():
+    """The scheduler asks the core again and again and contexts are reported: there is always something that comes next."""
+    constants = Constants(losses=(Loss(0, 10.0, 1e12),))
+    with pytest.raises(ConfigError, match=r"elastic stands still .* cells 0:train"):
+        world_of("elastic", [(100.0, 1.0)], replace(PLAN, capacity=Capacity(4, 8000)), constants=constants).run()
+
+
+def test_no_execution_is_longer_and_no_context_larger_than_the_run_allows():
+    given = (Demand(100.0, 5000, 10.0), Demand(400.0, 8000, 40.0), Demand(400.0, 800, 40.0), Demand(0.0, 10, 1.0))
+    capped = Capped(Replayed([given], 0), 200.0, 3000).group(0, 4)
+    assert capped == (Demand(100.0, 3000, 10.0), Demand(200.0, 3000, 20.0), Demand(200.0, 400, 20.0), Demand(0.0, 10, 1.0))
 
 
 @pytest.mark.parametrize(("constants", "said"), [

@@ -94,6 +94,15 @@ def test_a_confirmation_that_comes_again_or_is_of_another_epoch_ends_nothing(sce
     assert names(scene.found()["cell-1-epoch-1"]).count("gyre.fact.delivery") == 1
 
 
+def test_a_confirmation_that_is_read_before_its_assignment_ends_the_root_all_the_same(scene: Scene) -> None:
+    scene.traces.deciding()
+    headers = scene.traces.decided(TRAIN, scene.state)
+    scene.hear(JOINED, headers)
+    assert scene.found()["cell-1-epoch-1"].outcome == UNFINISHED
+    scene.hear(TRAIN, headers)
+    assert scene.found()["cell-1-epoch-1"].outcome == "completed"
+
+
 def test_a_root_ends_when_the_cell_gets_another_role_first(scene: Scene) -> None:
     scene.say(TRAIN)
     scene.say(BACK)

@@ -1,7 +1,11 @@
 """HTML that cannot be got wrong: every text is escaped unless it is already `Html`."""
 
+import contextlib
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
+
+from gyre.contracts.errors import ConfigError
 
 VOID = frozenset({"br", "meta", "line", "rect", "circle", "path", "input"})
 
@@ -44,3 +48,15 @@ def table(head: Iterable[Content], rows: Iterable[Iterable[Content]], numeric: f
 
     body = join(el("tr", cells("td", row)) for row in rows)
     return el("div", el("table", el("thead", el("tr", cells("th", head))), el("tbody", body)), cls="scroll")
+
+
+def write_whole(page: str, path: Path) -> None:
+    """Write a page to `path`; an older one is replaced at once. Raises ConfigError if that cannot be."""
+    aside = path.with_name(f".{path.name}.new")
+    try:
+        aside.write_text(page, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

@@ -24,7 +24,8 @@ from gyre.cli.views import cell_timelines, executions, level_at, roles_at, water
 from gyre.contracts import events as e
 from gyre.contracts.errors import ConfigError
 from gyre.contracts.simulation import WorkloadRows
-from gyre.runtime.config import load_deployment
+from gyre.runtime.blobs import open_blobs
+from gyre.runtime.config import Deployment, load_deployment
 
 STOP_S = 10.0
 
@@ -179,31 +180,31 @@ def read_recording(run: Path, room: Room) -> Recording:
         raise ConfigError(f"{run}: deployment.toml is missing, so there are no facts to read")
     deployment = load_deployment(found.deployment)
     if read_pids(found):
-        return recording_of(asyncio.run(_load(deployment.nats_url, deployment.run)), room)
+        return recording_of(asyncio.run(_load(deployment.nats_url, deployment)), room)
     store = found.path / "nats"
     if not store.is_dir():
         raise ConfigError(f"{store}: no such directory; the run's facts are not on this machine")
     with tempfile.TemporaryDirectory(prefix="gyre-simulate-") as home:
         copy = Path(home) / "nats"
         shutil.copytree(store, copy)
-        return recording_of(asyncio.run(_load_stored(copy, deployment.run)), room)
+        return recording_of(asyncio.run(_load_stored(copy, deployment)), room)
 
 
-async def _load(url: str, run: str) -> RunLedger:
+async def _load(url: str, deployment: Deployment) -> RunLedger:
     bus = await connect_patiently(url)
     try:
-        return await load_ledger(bus, run, with_calls=False)
+        return await load_ledger(bus, deployment.run, open_blobs(deployment.blobs), with_calls=False)
     finally:
         await bus.close()
 
 
-async def _load_stored(store: Path, run: str) -> RunLedger:
+async def _load_stored(store: Path, deployment: Deployment) -> RunLedger:
     port = free_ports(1)[0]
     server = await asyncio.create_subprocess_exec(
         nats_binary(), "-a", HOST, "-p", str(port), "-js", "-sd", str(store), stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL)
     try:
-        return await _load(f"nats://{HOST}:{port}", run)
+        return await _load(f"nats://{HOST}:{port}", deployment)
     finally:
         server.terminate()
         try:

@@ -18,7 +18,7 @@ from gyre.cli.cases import median_task, timed_out
 from gyre.cli.charts import Axis, Interval, Rule, Series, Span, axis, curves, duration, intervals, short, timeline
 from gyre.cli.conservation import Check
 from gyre.cli.ledger import RunLedger
-from gyre.cli.markup import Html, el, join, table
+from gyre.cli.markup import Html, el, join, table, write_whole
 from gyre.cli.metrics import Estimate, estimate, mean_reward, moving_mean, paired_gain
 from gyre.cli.report_cases import Sources, held_out_case, timed_out_case
 from gyre.cli.report_trees import trees_section
@@ -66,9 +66,7 @@ class ReportContext:
 
 def write_report(ledger: RunLedger, context: ReportContext, path: Path) -> None:
     """Write the report of a run, whole or in progress, to `path`; an older one is replaced at once."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text(render_report(ledger, context), encoding="utf-8")
-    aside.replace(path)
+    write_whole(render_report(ledger, context), path)
 
 
 def render_report(ledger: RunLedger, context: ReportContext) -> str:

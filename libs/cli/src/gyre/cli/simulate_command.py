@@ -41,6 +41,8 @@ def simulate(config: ConfigPath = None, sets: Sets = None, constants: Constants 
     from gyre.cli.simulation import best_lines, collect, lines_of
 
     try:
+        if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
+            raise ConfigError(f"--picture {picture}: give a file in a directory that is there")
         request, loaded, recording = _request(config, sets, constants, workload, from_run, num_cells, schedules, sweep, seeds,
                                               picture is not None)
         with console.status("") as status:
@@ -97,6 +99,10 @@ def _notes(config: RunConfig, request: SimulationRequest, recording: Recording |
     notes = [f"{config.name}: {config.steps} steps of {burst.groups_per_step} groups of {burst.executions_per_group} "
              f"executions, {cells.count + cells.standalone} cells for {slots} executions each; durations from {source}; "
              f"seeds {request.first_seed} to {last_seed}"]
+    num_cut = sum(r.num_cut for r in runs)
+    if num_cut:
+        total = sum(r.num_executions for r in runs)
+        notes.append(f"{num_cut:,} of {total:,} executions are ended at harness.timeout_s = {config.harness.timeout_s:g} s")
     if recording is not None and recording.num_steps:
         own = [r for r in runs if (r.schedule, r.steps_per_burst, r.phi) == (cells.schedule, burst.steps_per_burst, burst.phi)]
         said = f"; simulated under its own schedule {duration(own[0].steps[-1].finished_s / len(own[0].steps))}" if own else ""

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 from gyre.cli.charts import Span, duration, timeline
-from gyre.cli.markup import Html, el, join, table
+from gyre.cli.markup import Html, el, join, table, write_whole
 from gyre.cli.simulation import EXPLAINED, HEADS, LEFT, Line, cells
 from gyre.contracts.simulation import Simulated
 
@@ -19,9 +19,7 @@ WINDOW_BURSTS = 3  # of the close view, from the run's middle
 
 def write_page(lines: Sequence[Line], title: str, notes: Sequence[str], path: Path) -> None:
     """Write the page of the lines' first seeds to `path`; an older one is replaced at once."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text(render(lines, title, notes), encoding="utf-8")
-    aside.replace(path)
+    write_whole(render(lines, title, notes), path)
 
 
 def render(lines: Sequence[Line], title: str, notes: Sequence[str]) -> str:

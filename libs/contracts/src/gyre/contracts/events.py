@@ -338,7 +338,7 @@ class CellRolloutReady:
 
 @dataclass(frozen=True, slots=True)
 class CellRolloutLost:
-    """The cell's engine should serve and cannot be reached; `incarnation` counts such losses from 1."""
+    """The cell's engine should serve and does not, out of reach or refusing; `incarnation` counts such losses from 1."""
 
     cell: int
     epoch: int

@@ -64,6 +64,7 @@ class Simulated:
     num_events: int
     stretches: tuple[CellStretch, ...] = ()
     levels: tuple[tuple[float, int], ...] = field(default=())  # (time, waterlevel) after each change
+    num_cut: int = 0  # executions that were ended at the harness's timeout
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 3.0
+PAGE = 512  # messages that are read at once
 PULL_EXPIRES_S = 2.0  # how long the server keeps a pull request open
 NUM_QUIET = 2  # requests without a message before the consumer is looked at
 QUIET_STATUS = ("404", "408")
@@ -328,18 +329,25 @@ class Bus:
                 log.warning("nats: following %s from %d: %r, again", stream.name, position, error)
                 await self._clock.sleep(0.5)
 
+    async def pages(self, stream: Stream, filters: list[str], newest: bool = False) -> AsyncIterator[list[Received]]:
+        """Every message that is in the stream now and matches one of `filters`, some hundreds at a time, in order.
+
+        `newest`: only the last one on each subject.
+        """
+        policy = DeliverPolicy.LAST_PER_SUBJECT if newest else DeliverPolicy.ALL
+        config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=policy, filter_subjects=filters,
+                                inactive_threshold=10.0)
+        info = await self.js.add_consumer(stream.name, config)
+        left = info.num_pending or 0
+        subscription = await self.js.pull_subscribe_bind(consumer=info.name, stream=stream.name)
+        while left > 0:
+            messages = await subscription.fetch(min(PAGE, left), timeout=FETCH_TIMEOUT_S)
+            left -= len(messages)
+            yield [_received(m) for m in messages]
+
     async def read_all(self, stream: Stream, filters: list[str]) -> list[Received]:
         """Every message that is in the stream now and matches one of `filters`."""
-        config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL,
-                                filter_subjects=filters, inactive_threshold=10.0)
-        info = await self.js.add_consumer(stream.name, config)
-        num_pending = info.num_pending or 0
-        subscription = await self.js.pull_subscribe_bind(consumer=info.name, stream=stream.name)
-        received: list[Received] = []
-        while len(received) < num_pending:
-            messages = await subscription.fetch(min(512, num_pending - len(received)), timeout=FETCH_TIMEOUT_S)
-            received.extend(_received(m) for m in messages)
-        return received
+        return [received async for page in self.pages(stream, filters) for received in page]
 
 
 async def _drain(arrived: "asyncio.Queue[Msg]") -> tuple[list[Received], str]:

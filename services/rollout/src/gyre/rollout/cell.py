@@ -78,7 +78,7 @@ def serving(cell: Cell, event: EngineServing) -> tuple[Cell, CellRolloutReady | 
 
 
 def lost(cell: Cell, event: EngineLost) -> tuple[Cell, CellRolloutLost | None]:
-    """The engine is out of reach; once it serves again that is said again."""
+    """The engine does not serve; once it serves again that is said again."""
     if event.epoch != cell.epoch or cell.role != "rollout" or cell.ready_epoch != cell.epoch:
         return cell, None
     num = cell.num_lost + 1

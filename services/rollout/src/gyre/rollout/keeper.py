@@ -52,7 +52,8 @@ class Keeper:
         self.observed: Observed | None = None
         self._engine, self._router, self._post, self._clock = engine, router, post, clock
         self._check_s, self._drain_timeout_s, self._lost_after_s = check_s, drain_timeout_s, lost_after_s
-        self._gone_since: float | None = None
+        self._failing_since: float | None = None
+        self._is_lost = False  # and that was said
         self._wanted: SettleCell | None = None
         self._trace: Mapping[str, str] = {}
         self._since_ns = 0  # when what is wanted was, or when it was last tried
@@ -80,27 +81,32 @@ class Keeper:
             await self._pause()
 
     async def look(self) -> None:
-        """One comparison; an engine that does not answer is closed, and after a while said to be lost."""
+        """One comparison; an engine that does not answer is closed, and one that does not serve is after a while lost."""
         try:
             await self.check()
-            self._gone_since = None
+            self._failing_since, self._is_lost = None, False
         except EngineError as error:
             log.info("cell %d: %s", self.cell, error)
             self.observed = None
             self._router.observe(self.cell, None)
             if isinstance(error, EngineGone):
                 self._router.set_admitting(self.cell, False)
-                await self._miss(error)
+            await self._miss(error)
 
-    async def _miss(self, error: EngineGone) -> None:
-        """Say that the engine is lost once it has been away for longer than its restart takes."""
+    async def _miss(self, error: EngineError) -> None:
+        """Say that the engine is lost once it has not served for longer than its restart takes.
+
+        Also if this process never saw it serve, because the one before may have said that it does: the core knows.
+        """
         now = self._clock.now()
-        self._gone_since = now if self._gone_since is None else self._gone_since
+        self._failing_since = now if self._failing_since is None else self._failing_since
         wanted = self._wanted
-        if wanted is None or not wanted.serve or self._said is None or now - self._gone_since < self._lost_after_s:
+        if wanted is None or not wanted.serve or self._is_lost or now - self._failing_since < self._lost_after_s:
             return
-        self._said = None
-        await self._post(EngineLost(self.cell, wanted.epoch, f"out of reach for {self._lost_after_s:g} s: {error}"))
+        self._said, self._is_lost = None, True
+        self._router.set_admitting(self.cell, False)
+        what = "out of reach" if isinstance(error, EngineGone) else "does not serve"
+        await self._post(EngineLost(self.cell, wanted.epoch, f"{what} for {self._lost_after_s:g} s: {error}"))
 
     async def _pause(self) -> None:
         """Until something new is wanted or the next check is due."""

@@ -87,7 +87,7 @@ class EngineServing:
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
-    """The cell's engine was to serve under `epoch`, and has been out of reach for longer than a restart takes."""
+    """The cell's engine was to serve under `epoch`, and has not for longer than a restart takes: out of reach, or refusing."""
 
     cell: int
     epoch: int

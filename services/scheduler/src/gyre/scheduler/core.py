@@ -203,9 +203,9 @@ def decide(state: State, plan: Plan, schedule: Schedule, now: float = 0.0) -> De
     if goes_on and not evaluates:
         return _open_burst(state, plan, schedule, now)
     returning = _bring_back(state, [c for c in state.cells if c.role == "train"])
-    if returning or not _all_serve(state, plan, now):
-        return Decision(tuple(returning))
     label = BEFORE if evaluates else AFTER if plan.evaluate_at_end and not state.stop_reason else ""
+    if returning or not _all_serve(state, plan, now, needs_one=bool(label)):
+        return Decision(tuple(returning))
     pending = _evaluate(state, plan, label) if label else None
     if pending is not None:
         return Decision(tuple(pending))
@@ -238,11 +238,14 @@ def _is_missing(cell: CellState, state: State, plan: Plan, now: float) -> bool:
     return not cell.settled and began > 0 and now - began > plan.transition_timeout_s
 
 
-def _all_serve(state: State, plan: Plan, now: float) -> bool:
-    """Every cell that rolls out serves the published version, except those that are missing; at least one does."""
+def _all_serve(state: State, plan: Plan, now: float, needs_one: bool = True) -> bool:
+    """Every cell that rolls out serves the published version, except those that are missing; at least one does.
+
+    Not `needs_one`: nothing is to be dispatched now. What is over is over though no engine comes back.
+    """
     serving = [c for c in state.cells if c.serves(state.published_version)]
     others = [c for c in state.cells if c.role == "rollout" and c not in serving]
-    return bool(serving) and all(_is_missing(c, state, plan, now) for c in others)
+    return (bool(serving) or not needs_one) and all(_is_missing(c, state, plan, now) for c in others)
 
 
 def _bring_back(state: State, cells: list[CellState], reason: str = "") -> list[e.Fact]:
@@ -254,6 +257,7 @@ def _returning(state: State, plan: Plan, schedule: Schedule, now: float) -> list
     if all(c.role == "train" or _is_missing(c, state, plan, now) for c in state.cells):
         return [c for c in state.cells if c.role == "train"]
     view = view_of(state, plan)
+    view = replace(view, cells=tuple(c for c in view.cells if not _is_missing(c, state, plan, now)))  # nobody counts on those
     return [c for c in state.cells if c.role == "train" and not schedule.stays(c, view)]
 
 
@@ -286,7 +290,7 @@ def _inside_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> D
     core = state.cells[0]
     if core.role == "rollout" and not core.settled:  # it has not come back in time; nobody trains without it, but it may
         view = replace(view, next_in_order=core)
-        reason = f"rollout not confirmed within {plan.transition_timeout_s:g} s"
+        reason = "its engine is lost" if core.lost else f"rollout not confirmed within {plan.transition_timeout_s:g} s"
     choice = schedule.next_to_train(view)
     if choice.cell is None:
         return Decision(blocked=choice.blocked)
@@ -300,7 +304,7 @@ def _end_burst(state: State, plan: Plan, schedule: Schedule, now: float) -> Deci
     ends = state.published_version >= plan.num_steps or state.stop_reason
     leaving = [c for c in state.cells if c.role == "train"] if ends else _returning(state, plan, schedule, now)
     returning = _bring_back(state, leaving)
-    if returning or not _all_serve(state, plan, now):
+    if returning or not _all_serve(state, plan, now, needs_one=False):
         return Decision(tuple(returning))
     return Decision((e.BurstClosed(state.burst, state.published_version),))
 

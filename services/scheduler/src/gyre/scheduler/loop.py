@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator
 
 from gyre.contracts import codec
 from gyre.contracts import events as e
 from gyre.contracts.errors import BusError, ContractError
 from gyre.contracts.subjects import CTL, EXEC, TRAIN, TRAJ, Stream, filter_of
+from gyre.runtime.blobs import BlobStore
 from gyre.runtime.bus import Bus, Received
 from gyre.runtime.clock import Clock
 from gyre.scheduler.config import Plan
@@ -32,6 +34,8 @@ READS: tuple[tuple[Stream, tuple[type, ...]], ...] = (
     (TRAJ, (e.GroupCompleted,)),
     (TRAIN, (e.StepFinished, e.WeightsPublished, e.CellTrainJoined, e.BacklogReported)),
 )
+# Of these only the newest counts. They are said every few seconds for as long as the run lasts, so those before are not read.
+SUPERSEDED: tuple[type, ...] = (e.ContextsReported, e.BacklogReported)
 
 
 class Scheduler:
@@ -40,9 +44,10 @@ class Scheduler:
     One task reads, decides, says and renews, so nothing is ever said under a lease that another task has just lost.
     """
 
-    def __init__(self, run: str, plan: Plan, schedule: Schedule, bus: Bus, lease: Lease, clock: Clock) -> None:
+    def __init__(self, run: str, plan: Plan, schedule: Schedule, bus: Bus, blobs: BlobStore, lease: Lease,
+                 clock: Clock) -> None:
         self._run, self._plan, self._schedule = run, plan, schedule
-        self._bus, self._lease, self._clock = bus, lease, clock
+        self._bus, self._blobs, self._lease, self._clock = bus, blobs, lease, clock
         self.state: State = self._initial()
         self.gates = GateCounts()
         self.leading = False
@@ -70,9 +75,9 @@ class Scheduler:
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead until `stopping`. Raises LostLease or BusError; the supervisor starts a fresh process."""
         await self._lease.take()
-        self.leading = True
         positions = await self._rederive()
         self._traces.resumed()
+        self.leading = True  # commands look at the state
         readers = [asyncio.create_task(self._follow(stream, position, records))
                    for (stream, records), position in zip(READS, positions, strict=True)]
         try:
@@ -95,15 +100,25 @@ class Scheduler:
         """Fold the streams anew; returns the sequences to go on from."""
         state, positions = self._initial(), []
         for stream, records in READS:
-            received = await self._bus.read_all(stream, [filter_of(self._run, r) for r in records])
-            for message in received:
-                state = self._folded(state, message)
-            positions.append(received[-1].sequence + 1 if received else 1)
-            await self._lease.renew_if_due()
+            position = 1
+            async for page in self._pages(stream, [r for r in records if r not in SUPERSEDED]):
+                state = self._folded_all(state, page)
+                position = page[-1].sequence + 1
+            positions.append(position)
+            async for page in self._pages(stream, [r for r in records if r in SUPERSEDED], newest=True):
+                state = self._folded_all(state, page)
         if self._derived_at and summary(state) != summary(self.state):
             log.warning("what was followed differs from the streams: %s is now %s", summary(self.state), summary(state))
         self.state, self._derived_at = state, time.monotonic()
         return positions
+
+    async def _pages(self, stream: Stream, records: list[type], newest: bool = False) -> AsyncIterator[list[Received]]:
+        """What is in a stream of some records. A long history takes longer to read than a lease lives."""
+        await self._lease.renew_if_due()
+        if records:
+            async for page in self._bus.pages(stream, [filter_of(self._run, r) for r in records], newest):
+                yield page
+                await self._lease.renew_if_due()
 
     async def _follow(self, stream: Stream, start: int, records: tuple[type, ...]) -> None:
         async for batch in self._bus.follow(stream, [filter_of(self._run, r) for r in records], start):
@@ -113,16 +128,18 @@ class Scheduler:
         if received.stream == CTL.name:
             self._ctl_position = max(self._ctl_position, received.sequence)
         try:
-            envelope, fact = codec.decode(received.data)
+            envelope = codec.decode_envelope(received.data)
+            fact = codec.fact_of(envelope, self._blobs.get(envelope.ref) if envelope.ref else None)
         except ContractError as error:
             log.error("ignored %s %d: %s", received.subject, received.sequence, error)
             return state
         self._traces.read(envelope, fact)
         return fold(state, fact, envelope.time / 1e9)
 
-    def _fold(self, batch: list[Received]) -> None:
+    def _folded_all(self, state: State, batch: list[Received]) -> State:
         for received in batch:
-            self.state = self._folded(self.state, received)
+            state = self._folded(state, received)
+        return state
 
     # ------------------------------------------------------------ one cycle
 
@@ -131,9 +148,9 @@ class Scheduler:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
                 batch = await self._received.get()
-            self._fold(batch)
+            self.state = self._folded_all(self.state, batch)
             while not self._received.empty():
-                self._fold(self._received.get_nowait())
+                self.state = self._folded_all(self.state, self._received.get_nowait())
         await self._lease.renew_if_due()
         if self._said > self._ctl_position:
             return

@@ -21,7 +21,7 @@ async def serve(process: Process) -> None:
     bus = await process.connect()
     lease = Lease(bus, process.blobs, process.clock, process.run, LEASE_TTL_S)
     schedule = schedule_of(config.cells.schedule, config.cells.num_training)
-    scheduler = Scheduler(process.run, plan, schedule, bus, lease, process.clock)
+    scheduler = Scheduler(process.run, plan, schedule, bus, process.blobs, lease, process.clock)
     servicer = SchedulerRpc(process, scheduler, digest)
     server = rpc.Server(deployment.scheduler.listen, [
         (NAME, lambda s: service_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, s))])

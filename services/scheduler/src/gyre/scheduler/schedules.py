@@ -52,9 +52,9 @@ class Supply:
 class View:
     """What a schedule decides on: a snapshot inside an open burst, or at its end.
 
-    cells: those that can train, in order. next_in_order: the one whose turn it is to train, if any. num_serving: cells that
-    serve now, standalone ones among them. to_dispatch: executions that the next burst will add. share_done: terminated of
-    those dispatched since the burst began and carried.
+    cells: those that can train, in order; at a burst's end only those that are there. next_in_order: the one whose turn it is
+    to train, if any. num_serving: cells that serve now, standalone ones among them. to_dispatch: executions that the next
+    burst will add. share_done: terminated of those dispatched since the burst began and carried.
     """
 
     cells: tuple[CellState, ...]
@@ -70,13 +70,10 @@ class View:
 
     def fits(self, num_cells: int, added: int = 0) -> Gate:
         """Which gate forbids that `num_cells` serve what is unfinished and `added` executions more; "" if none does."""
-        level = self.water.level + added
-        if level > max(num_cells, 0) * self.capacity.executions:
+        if self.water.level + added > max(num_cells, 0) * self.capacity.executions:
             return "count"
-        if self.capacity.kv_tokens and self.water.level:
-            tokens = self.water.kv_tokens() * level / self.water.level
-            if tokens > max(num_cells, 0) * self.capacity.kv_tokens:
-                return "tokens"
+        if self.capacity.kv_tokens and self.water.kv_tokens(added) > max(num_cells, 0) * self.capacity.kv_tokens:
+            return "tokens"
         return ""
 
     def fits_without(self, cell: CellState, added: int = 0) -> Gate:
@@ -129,7 +126,7 @@ class Elastic:
         """The core, if the next step's data is ready and what will be dispatched fits the cells that serve."""
         if cell.cell != 0 or not view.supply.fills_step:
             return False
-        others = sum(1 for c in view.cells if c.cell != 0 and not c.lost) + view.num_standalone
+        others = sum(c.cell != 0 for c in view.cells) + view.num_standalone
         return not view.fits(others, view.to_dispatch)
 
 

@@ -49,6 +49,7 @@ class Traces:
         self._roots: dict[str, telemetry.Span] = {}
         self._saying: dict[str, telemetry.Span] = {}
         self._newest: dict[int, _Newest] = {}
+        self._early: dict[int, tuple[Envelope, Confirmation]] = {}  # read before the assignments they confirm
         self._burst: dict[str, str] = {}
         self._weights: dict[str, str] = {}
 
@@ -103,9 +104,14 @@ class Traces:
         saying = self._saying.pop(fact.transition, None)
         if saying is not None:
             saying.end()
+        if fact.cell in self._early:
+            self._confirmed(*self._early.pop(fact.cell))
 
     def _confirmed(self, envelope: Envelope, fact: Confirmation) -> None:
         newest = self._newest.get(fact.cell)
+        if fact.epoch > (newest.fact.epoch if newest else 0):
+            self._early[fact.cell] = (envelope, fact)
+            return
         role = "train" if isinstance(fact, e.CellTrainJoined) else "rollout"
         if newest is None or newest.confirmed_ns or (newest.fact.epoch, newest.fact.role) != (fact.epoch, role):
             return

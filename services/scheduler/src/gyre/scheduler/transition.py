@@ -12,19 +12,31 @@ Stage = Literal["settled", "leaving", "joining", "lost"]
 class CellState:
     """`epoch` numbers the assignments; facts of an older epoch change nothing.
 
-    assigned_at: when the epoch began, in seconds of the fact's own clock. incarnation, lost: how often the engine was lost,
-    and whether it is. `never_trains`: a standalone rollout cell.
+    assigned_at: when the epoch began, in seconds of the fact's own clock. joined_epoch, ready_epoch: the newest at which the
+    trainer joined and the engine served; another stream may say so before the assignment is read. incarnation, lost_epoch: how
+    often the engine was lost, and at which epoch the last time, -1 once it serves. `never_trains`: a standalone rollout cell.
     """
 
     cell: int
     role: Role = "rollout"
     epoch: int = 0
-    confirmed_epoch: int = -1
+    joined_epoch: int = -1
+    ready_epoch: int = -1
     ready_version: int = -1
     assigned_at: float = 0.0
     incarnation: int = 0
-    lost: bool = False
+    lost_epoch: int = -1
     never_trains: bool = False
+
+    @property
+    def confirmed_epoch(self) -> int:
+        """The newest epoch at which the cell took on a role like its own."""
+        return self.joined_epoch if self.role == "train" else self.ready_epoch
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine is lost. It was not any more when it let go of the devices for a trainer that joined since."""
+        return self.lost_epoch >= 0 and self.joined_epoch <= self.lost_epoch
 
     @property
     def settled(self) -> bool:
@@ -52,31 +64,25 @@ class CellState:
         """Whether its engine admits requests under weights `version`."""
         return self.serves_any and self.ready_version >= version
 
-    def is_late(self, now: float, timeout_s: float) -> bool:
-        """Whether its transition has taken longer than any should."""
-        return not self.settled and now - self.assigned_at > timeout_s
-
     def assign(self, fact: CellRoleAssigned, at: float) -> None:
         if fact.epoch > self.epoch:
             self.role, self.epoch, self.assigned_at = fact.role, fact.epoch, at
 
     def confirm_train(self, fact: CellTrainJoined) -> bool:
         """Returns whether this fact was the one that settled it."""
-        if self.role != "train" or fact.epoch != self.epoch or self.settled:
-            return False
-        self.confirmed_epoch = fact.epoch
-        return True
+        was_settled = self.settled
+        self.joined_epoch = max(self.joined_epoch, fact.epoch)
+        return self.settled and not was_settled
 
     def confirm_rollout(self, fact: CellRolloutReady) -> None:
         if fact.incarnation >= self.incarnation:
-            self.incarnation, self.lost = fact.incarnation, False
-        if self.role == "rollout" and fact.epoch >= self.epoch:
-            self.confirmed_epoch = max(self.confirmed_epoch, fact.epoch)
-            self.ready_version = max(self.ready_version, fact.version)
+            self.incarnation, self.lost_epoch = fact.incarnation, -1
+        self.ready_epoch = max(self.ready_epoch, fact.epoch)
+        self.ready_version = max(self.ready_version, fact.version)
 
     def lose(self, fact: CellRolloutLost) -> None:
         if fact.incarnation > self.incarnation:
-            self.incarnation, self.lost = fact.incarnation, True
+            self.incarnation, self.lost_epoch = fact.incarnation, fact.epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,9 @@ class Waterlevel:
             self.contexts = {x: n for x, n in contexts.items() if x not in self.terminated}
             self._foresee_all()
 
-    def kv_tokens(self) -> int:
-        """Tokens the live executions are forecast to hold; the whole level in tokens."""
-        return self._known + (len(self.live) - len(self._forecasts)) * self._grown(0)
+    def kv_tokens(self, added: int = 0) -> int:
+        """Tokens the live executions are forecast to hold, and `added` more of which nothing is known yet."""
+        return self._known + (len(self.live) + added - len(self._forecasts)) * self._grown(0)
 
     def _foresee(self, execution: str) -> None:
         if execution in self.contexts and execution not in self._forecasts:

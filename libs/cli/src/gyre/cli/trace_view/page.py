@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from gyre.cli.markup import Html, el, join, table
+from gyre.cli.markup import Html, el, join, table, write_whole
 from gyre.cli.trace_view.text import details, head, last_line, milliseconds
 from gyre.cli.trace_view.tree import ROOT, Node, Transition
 
@@ -19,9 +19,7 @@ _NUMERIC = frozenset({2, 3})
 
 def write_html(found: Sequence[Transition], run: str, path: Path) -> None:
     """Write the page of these transitions to `path`; an older one is replaced at once."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text(render_page(found, run), encoding="utf-8")
-    aside.replace(path)
+    write_whole(render_page(found, run), path)
 
 
 def render_page(found: Sequence[Transition], run: str) -> str:

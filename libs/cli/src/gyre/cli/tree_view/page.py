@@ -7,7 +7,7 @@ everything but the texts is there.
 from importlib import resources
 from pathlib import Path
 
-from gyre.cli.markup import Html, el, join, table
+from gyre.cli.markup import Html, el, join, table, write_whole
 from gyre.cli.tree_view.anatomy import Anatomy, anatomy
 from gyre.cli.tree_view.drawing import ROLE_CLASSES, drawing, legend
 from gyre.cli.tree_view.facts import (
@@ -31,9 +31,7 @@ _NUMERIC = frozenset({0, 4, 5, 6, 7, 11})
 
 def write_html(view: TreeView, path: Path, decode: Decode | None = None) -> None:
     """Write the page of a tree to `path`; an older one is replaced at once. Without `decode` ids are shown."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text(render_page(view, decode), encoding="utf-8")
-    aside.replace(path)
+    write_whole(render_page(view, decode), path)
 
 
 def render_page(view: TreeView, decode: Decode | None = None) -> str:

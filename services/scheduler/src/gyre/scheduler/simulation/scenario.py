@@ -42,6 +42,8 @@ def shape_of(config: RunConfig, schedule: str) -> Shape:
 def configured(config: RunConfig, shape: Shape) -> RunConfig:
     """The configuration with that shape, on the same number of cells. Raises ConfigError if a run could not have it."""
     total = config.cells.count + config.cells.standalone
+    if shape.num_standalone >= total:
+        raise ConfigError(f"{shape.schedule}: of {total} cells at least one has to train and one to roll out alone")
     cells = replace(config.cells, schedule=shape.schedule, standalone=shape.num_standalone,
                     count=total - shape.num_standalone, training=shape.num_training)
     changed = replace(config, cells=cells, burst=replace(config.burst, steps_per_burst=shape.steps_per_burst, phi=shape.phi))
@@ -64,11 +66,11 @@ def plan_of_shape(config: RunConfig) -> Plan:
 
 
 def workload_of(config: RunConfig, constants: Constants, rows: WorkloadRows | None, seed: int) -> Workload:
-    """The executions, ended at the harness's timeout. `rows`: recorded ones instead of the distribution."""
+    """The executions, in the run's limits: the harness's timeout and the longest context. `rows`: recorded ones instead of
+    the distribution."""
     rate, drawn = constants.training.seconds_per_second, constants.lognormal
-    if rows is None:
-        return Capped(Lognormal(drawn, rate, seed), config.harness.timeout_s)
-    return Capped(from_rows(rows, rate, drawn.correlation, seed), config.harness.timeout_s)
+    asked = Lognormal(drawn, rate, seed) if rows is None else from_rows(rows, rate, drawn.correlation, seed)
+    return Capped(asked, config.harness.timeout_s, config.sampling.max_context)
 
 
 def scenario_of(config: RunConfig, shape: Shape, constants: Constants, rows: WorkloadRows | None, seed: int) -> Scenario:

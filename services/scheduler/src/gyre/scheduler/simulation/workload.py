@@ -121,15 +121,19 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Capped:
-    """A workload whose executions are ended at `cap_s`."""
+    """A workload whose executions are ended at `cap_s` and whose contexts hold no more than `max_context` tokens."""
 
     workload: Workload
     cap_s: float
+    max_context: int
 
     def group(self, cursor: int, num: int) -> tuple[Demand, ...]:
-        return tuple(d if d.duration_s <= self.cap_s else
-                     Demand(self.cap_s, int(d.max_context * self.cap_s / d.duration_s), d.train_s * self.cap_s / d.duration_s)
-                     for d in self.workload.group(cursor, num))
+        return tuple(self._capped(d) for d in self.workload.group(cursor, num))
+
+    def _capped(self, demand: Demand) -> Demand:
+        share = min(1.0, self.cap_s / demand.duration_s) if demand.duration_s else 1.0
+        context = min(int(demand.max_context * share), self.max_context)
+        return Demand(min(demand.duration_s, self.cap_s), context, demand.train_s * share)
 
 
 def from_rows(rows: WorkloadRows, train_rate: float, correlation: float, seed: int) -> Workload:

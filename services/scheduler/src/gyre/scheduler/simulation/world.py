@@ -16,7 +16,7 @@ from gyre.scheduler.gates import GateCounts
 from gyre.scheduler.schedules import Schedule
 from gyre.scheduler.simulation.agenda import Agenda
 from gyre.scheduler.simulation.bounds import lower_bound
-from gyre.scheduler.simulation.constants import Constants, Loss
+from gyre.scheduler.simulation.constants import HOUR, Constants, Loss
 from gyre.scheduler.simulation.engines import Engines
 from gyre.scheduler.simulation.measures import Lanes
 from gyre.scheduler.simulation.trainer import Trainer
@@ -24,6 +24,7 @@ from gyre.scheduler.simulation.workload import Demand, Workload
 
 EPOCH_S = 1.0  # the run's second 0 on the scheduler's clock, to which 0 is no time
 MAX_DECISIONS = 1000  # at one moment
+PATIENCE_S = 30 * 24 * HOUR  # without an execution or a step that ends, beyond what the longest execution takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class World:
         self._num_switches = 0
         self._ask = True
         self._closed_at = 0.0
+        self._came_so_far = (0.0, (0, 0))  # when something ended for the last time, and how much had ended
 
     # ------------------------------------------------------------ the loop
 
@@ -105,7 +107,7 @@ class World:
             if self.leader.state.closed:
                 break
             engines = self.engines.next_time
-            if min(engines, self.agenda.next_time) == float("inf"):
+            if min(engines, self.agenda.next_time) == float("inf") or self._stands_still():
                 raise ConfigError(f"{schedule.name} stands still at {self.agenda.now:.0f} s: {_stand(self.leader.state)}")
             if engines <= self.agenda.next_time:
                 self.agenda.now = max(engines, self.agenda.now)
@@ -116,6 +118,13 @@ class World:
                 act()
             self._note_level()
         return self._result(plan, schedule)
+
+    def _stands_still(self) -> bool:
+        """Whether nothing but clocks and reports has gone on for long, as when a cell is lost nearly for good."""
+        ended = (len(self.ended), len(self.trainer.steps))
+        if ended != self._came_so_far[1]:
+            self._came_so_far = (self.agenda.now, ended)
+        return self.agenda.now - self._came_so_far[0] > PATIENCE_S + self.scenario.plan.timeout_s
 
     def _start(self) -> None:
         plan = self.scenario.plan
@@ -302,6 +311,7 @@ class World:
 
     def _result(self, plan: Plan, schedule: Schedule) -> Simulated:
         scenario, trainer, end = self.scenario, self.trainer, self._closed_at
+        num_cut = sum(d.duration_s >= plan.timeout_s for g in self._groups.values() for d in g.demands)
         self.engines.advance(end)
         return Simulated(
             schedule=schedule.name, seed=scenario.seed, num_cells=plan.num_cells, num_standalone=plan.num_standalone,
@@ -310,7 +320,8 @@ class World:
             cell_s=self.lanes.seconds(end, self.engines.busy_s), steps=tuple(trainer.steps),
             num_executions=len(self.ended), num_stale_groups=len(trainer.stale), num_switches=self._num_switches,
             num_moved=self.engines.num_moved, num_preempted=self.engines.num_preempted, gates=dict(self.leader.gates.total),
-            num_events=self.leader.num_events, stretches=self.lanes.stretches(end), levels=tuple(self.levels))
+            num_events=self.leader.num_events, stretches=self.lanes.stretches(end), levels=tuple(self.levels),
+            num_cut=num_cut)
 
 
 def _stand(state: core.State) -> str:
