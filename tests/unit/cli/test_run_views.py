@@ -1,5 +1,6 @@
 """What is derived from the facts: cells, waterlevel, evaluations, means and the lines of steps."""
 
+import dataclasses
 import json
 import math
 
@@ -102,6 +103,21 @@ def test_a_step_has_one_line_and_one_row(facts):
     assert "  errors 2  clip 3 %  " in line.text(6)
     row = json.loads(json.dumps(line.row(), allow_nan=False))
     assert row["micro_steps_by_cell"] == {"0": 5, "1": 1}
+
+
+def test_a_step_says_why_its_harnesses_failed(facts):
+    """A harness that cannot be started gives rewards like any other that does badly: nobody would look for it."""
+    said = iter(["sh: 1: exec: agent: not found", "Traceback\n  ...\nOSError: " + 200 * "x", "sh: 1: exec: agent: not found"])
+
+    def failing(fact):
+        if not isinstance(fact, e.ExecutionTerminated) or fact.purpose != "train" or (words := next(said, None)) is None:
+            return fact
+        return dataclasses.replace(fact, ending="failed", exit_code=127, reason=words)
+
+    first = step_lines(ledger_of([(failing(fact), *rest) for fact, *rest in facts]), {})[0]
+    assert (first.num_failed, first.failure) == (3, "exit code 127, sh: 1: exec: agent: not found")
+    assert "  3 failed: exit code 127, sh: 1: exec: agent: not found  " in first.text(6)
+    assert " failed" not in step_lines(ledger_of(facts), {})[0].text(6)
 
 
 def test_a_step_waits_for_facts_of_other_streams(facts):

@@ -1,6 +1,7 @@
 """Numbers of a run: means with intervals, and one line per finished step for the terminal and `metrics.jsonl`."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -11,6 +12,7 @@ from gyre.cli.views import Step, cell_timelines, evaluation, level_at, roles_at,
 from gyre.contracts.events import ExecutionTerminated, StepFinished
 
 MOVING_STEPS = 10
+MAX_FAILURE = 120  # characters of what a failed harness said last
 _T_975 = (12.706, 4.303, 3.182, 2.776)  # Student's t for 1 to 4 degrees of freedom
 _Z_975 = 1.959964
 _LETTERS = {"rollout": "R", "train": "T", "to train": ">T", "to rollout": ">R"}
@@ -85,7 +87,10 @@ def moving_mean(values: Sequence[float], width: int = MOVING_STEPS) -> list[floa
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One finished step. `start`: held-out reward before training; `roles`: R, T, or > while in transition."""
+    """One finished step. `start`: held-out reward before training; `roles`: R, T, or > while in transition.
+
+    num_failed, failure: executions whose harness failed, and what most of those said last.
+    """
 
     step: int
     version: int
@@ -109,6 +114,8 @@ class StepLine:
     time_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     micro_steps_by_cell: dict[str, int] = field(default_factory=dict)
+    num_failed: int = 0
+    failure: str = ""
 
     def text(self, num_steps: int) -> str:
         """The line for the terminal; the run has `num_steps` steps."""
@@ -120,6 +127,7 @@ class StepLine:
                  f"mean {self.moving_reward:.3f}" + (f" ({beside})" if beside else ""),
                  f"{self.num_executions} executions", f"{self.num_timeouts_scored:>2} timeouts scored",
                  f"w {self.waterlevel}", f"cells {' '.join(self.roles)}", f"errors {self.num_harness_errors}",
+                 f"{self.num_failed} failed: {self.failure}" if self.num_failed else "",
                  f"clip {100 * clipped:.0f} %" if math.isfinite(clipped := self.metrics.get("clipped", math.nan)) else "",
                  f"{self.seconds:.1f} s"]
         return "  ".join(filter(None, parts)) + ("" if self.updated else "  (no update)")
@@ -166,6 +174,7 @@ def _line(log: FactLog, step: Step, reward: tuple[float, float], beside: tuple[f
           roles: tuple[str, ...]) -> StepLine:
     outcomes, fact = list(step.outcomes), step.finished
     ended = [t.fact for t in (log.get(ExecutionTerminated, o.execution) for o in outcomes) if t is not None]
+    failures = Counter(_failure(t) for t in ended if t.ending == "failed")
     return StepLine(
         step=fact.step, version=fact.version, updated=fact.updated, reward=reward[0], moving_reward=reward[1],
         start=beside[0], do_nothing=beside[1], oracle=beside[2], num_executions=len(outcomes),
@@ -173,4 +182,12 @@ def _line(log: FactLog, step: Step, reward: tuple[float, float], beside: tuple[f
         num_harness_errors=sum(t.num_harness_errors for t in ended), waterlevel=level, roles=roles,
         seconds=step.ended_s - step.started_s, loss=fact.loss, grad_norm=fact.grad_norm,
         learning_rate=fact.learning_rate, num_targets=fact.num_targets, num_tokens=fact.num_tokens,
-        time_s=step.ended_s, metrics=dict(fact.metrics), micro_steps_by_cell=dict(fact.micro_steps_by_cell))
+        time_s=step.ended_s, metrics=dict(fact.metrics), micro_steps_by_cell=dict(fact.micro_steps_by_cell),
+        num_failed=failures.total(), failure=failures.most_common(1)[0][0] if failures else "")
+
+
+def _failure(ended: ExecutionTerminated) -> str:
+    """Why a harness failed, in one short line: the last that it wrote, behind its exit code."""
+    words = ended.reason.strip().splitlines() or [""]
+    code = "" if ended.exit_code is None else f"exit code {ended.exit_code}"
+    return ", ".join(filter(None, (code, words[-1][:MAX_FAILURE]))) or "no exit code"
