@@ -10,17 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from gyre.runtime.ports import free_ports
 from hypothesis import settings
 
 # A test is never late: the machine it runs on may be shared.
 settings.register_profile("gyre", deadline=None)
 settings.load_profile("gyre")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def nats_binary() -> str:
@@ -60,7 +55,7 @@ class NatsServer:
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(free_port(), tmp_path / "nats")
+    server = NatsServer(free_ports(1, "127.0.0.1")[0], tmp_path / "nats")
     server.start()
     yield server
     server.kill()

@@ -35,6 +35,7 @@ from gyre.proto.common.v1.status_pb2 import StatusRequest
 from gyre.proto.trainer.v1.service_pb2_grpc import TrainerServiceStub
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
+from gyre.runtime.ports import free_ports
 from gyre.runtime.rpc import channel
 from gyre.runtime.service import encode_fact
 from train_parts.data import make
@@ -64,14 +65,6 @@ executions_per_group = 1
 [optimizer]
 learning_rate = 0.001
 """
-
-
-def free_ports(num: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @dataclass
@@ -233,7 +226,7 @@ async def measure(cluster: Cluster) -> tuple[float, float]:
 
 def measure_processes() -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="join-") as home:
-        ports = free_ports(1 + 2 * CELLS)
+        ports = free_ports(1 + 2 * CELLS, "127.0.0.1")
         cluster = Cluster(Path(home), ports[0], ports[1 : 1 + CELLS], ports[1 + CELLS :])
         cluster.write()
         with cluster.running():

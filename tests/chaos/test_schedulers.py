@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
-from gyre.cli.launcher import free_ports, process_specs
+from gyre.cli.launcher import process_specs
 from gyre.cli.trace_view.spans import read_spans
 from gyre.cli.trace_view.tree import transitions
 from gyre.contracts import events as e
@@ -19,6 +19,7 @@ from gyre.proto.common.v1 import status_pb2
 from gyre.proto.scheduler.v1 import service_pb2_grpc
 from gyre.runtime import rpc
 from gyre.runtime.config import Endpoint, load_deployment
+from gyre.runtime.ports import free_ports
 from gyre.runtime.settings import to_toml
 from lap import Lap, clinic_config, left_running
 
@@ -39,7 +40,8 @@ class Schedulers:
     def start(self) -> None:
         run = self.lap.run
         deployment = load_deployment(run.deployment)
-        address = f"127.0.0.1:{free_ports(1)[0]}"
+        [port] = free_ports(1, "127.0.0.1")
+        address = f"127.0.0.1:{port}"
         other = run.path / "deployment-beside.toml"
         other.write_text(to_toml(replace(deployment, scheduler=Endpoint(address, address))))
         command = [part if part != str(run.deployment) else str(other) for part in process_specs(run, deployment)[0].command]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from gyre.proto.common.v1 import status_pb2
 from gyre.proto.rollout.v1 import engine_pb2 as pb
 from gyre.proto.rollout.v1 import engine_pb2_grpc as pb_grpc
 from gyre.runtime.devices import DeviceLock
+from gyre.runtime.ports import free_ports
 
 POLICY = PolicyConfig("qwen3", 32, 16, 24, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=512)
 
@@ -52,17 +52,11 @@ engines = [{{ listen = "127.0.0.1:{port}", address = "127.0.0.1:{port}" }}]
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class EngineProcess:
     """The process, and a client of it."""
 
     def __init__(self, home: Path, backend: str) -> None:
-        port = free_port()
+        [port] = free_ports(1, "127.0.0.1")
         self.backend = backend
         state = Decoder.create(POLICY, 0).state_dict()
         save_checkpoint(home / "policy", POLICY, state)

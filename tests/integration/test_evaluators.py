@@ -20,6 +20,7 @@ from gyre.proto.common.v1 import status_pb2
 from gyre.proto.reward.v1 import service_pb2, service_pb2_grpc
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
+from gyre.runtime.ports import free_ports
 from gyre.runtime.rpc import channel
 from gyre.runtime.service import encode_fact
 from nats.js.api import AckPolicy, ConsumerConfig
@@ -107,29 +108,18 @@ class Farm:
 
 
 @pytest_asyncio.fixture
-async def farm(tmp_path: Path, nats_server: "NatsServer", free_ports: list[int]) -> AsyncIterator[Farm]:  # noqa: F821
+async def farm(tmp_path: Path, nats_server: "NatsServer") -> AsyncIterator[Farm]:  # noqa: F821
     bus = await Bus.connect(nats_server.url, "test")
     await bus.bootstrap()
     # As the evaluators make it, but for a wait that suits a test.
     config = ConsumerConfig(durable_name=f"{RUN}-reward", ack_policy=AckPolicy.EXPLICIT, ack_wait=1.5, max_deliver=-1,
                             filter_subjects=[f"{PREFIX}.eval.{RUN}.*.evaluation-requested"])
     await bus.js.add_consumer(EVAL.name, config)
-    farm = Farm(tmp_path, bus, nats_server.url, free_ports)
+    farm = Farm(tmp_path, bus, nats_server.url, free_ports(2, "127.0.0.1"))
     yield farm
     for index in list(farm.processes):
         await farm.kill(index)
     await bus.close()
-
-
-@pytest.fixture
-def free_ports() -> list[int]:
-    import socket
-
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 async def test_two_evaluators_share_the_work_and_one_is_killed_in_the_middle(farm: Farm) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gyre.runtime.ports import free_ports
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
@@ -164,14 +165,8 @@ def cluster(tmp_path: Path, nats_server: object) -> Iterator[Cluster]:
 
 
 def new_cluster(home: Path, nats_server: object) -> Cluster:
-    import socket
-
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    ports = [p.getsockname()[1] for p in probes]
-    for probe in probes:
-        probe.close()
     home.mkdir(parents=True)
-    return Cluster(home, nats_server.url, ports)  # type: ignore[attr-defined]
+    return Cluster(home, nats_server.url, free_ports(4, "127.0.0.1"))  # type: ignore[attr-defined]
 
 
 def reference() -> dict[str, torch.Tensor]:

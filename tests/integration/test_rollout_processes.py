@@ -21,8 +21,9 @@ from gyre.contracts.events import (
 from gyre.rollout.harness.process import find_bwrap
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
+from gyre.runtime.ports import free_ports
 from rollout_fakes import wait_until
-from rollout_stage import RolloutStage, Witness, free_ports
+from rollout_stage import RolloutStage, Witness
 
 Start = Callable[..., Awaitable[tuple[RolloutStage, Witness]]]
 
@@ -36,7 +37,7 @@ async def start(tmp_path: Path, nats_server: Any) -> AsyncIterator[Start]:
     await bus.bootstrap()
 
     async def begin(num_cells: int = 1, **options: object) -> tuple[RolloutStage, Witness]:
-        stage = RolloutStage(tmp_path, nats_server.url, free_ports(num_cells + 2), **options)
+        stage = RolloutStage(tmp_path, nats_server.url, free_ports(num_cells + 2, "127.0.0.1"), **options)
         stage.prepare()
         stage.start()
         stages.append(stage)

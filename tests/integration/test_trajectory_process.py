@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -32,6 +31,7 @@ from gyre.proto.trajectory.v1 import service_pb2, service_pb2_grpc
 from gyre.runtime import rpc
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Bus
+from gyre.runtime.ports import free_ports
 from gyre.runtime.service import encode_fact
 
 RUN = "test-run"
@@ -102,9 +102,7 @@ class World:
 
 @pytest.fixture
 async def world(nats_server, tmp_path: Path) -> AsyncIterator[World]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1, "127.0.0.1")
     bus = await Bus.connect(nats_server.url, "test")
     await bus.bootstrap()
     world = World(tmp_path, nats_server.url, port, bus)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gyre.runtime.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gyre.contracts.events import CellTrainJoined, StepFinished  # noqa: E402
@@ -121,8 +121,7 @@ def placed(cluster: Cluster, rank: int, port: int) -> subprocess.Popen[bytes]:
 async def test_ranks_that_a_launcher_has_placed_find_their_leader_and_end_with_it(cluster: Cluster) -> None:
     """As torchrun does it: the same command for every rank, places in the environment."""
     write(cluster, 'backend = "fsdp"\nranks = 2')
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    [port] = free_ports(1, "127.0.0.1")
     leader, follower = (placed(cluster, rank, port) for rank in (0, 1))
     try:
         await cluster.connect()

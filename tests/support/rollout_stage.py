@@ -1,9 +1,7 @@
 """`gyre-rollout serve` and its engines as real processes on a real NATS server, with scripted engines."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,13 +37,6 @@ for turn in range(int(sys.argv[1])):
     messages += [message, {"role": "user", "content": f"turn {turn}"}]
     open("heard.json", "w").write(json.dumps(messages))
 """
-
-
-def free_ports(num: int) -> list[int]:
-    """Different ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
-        return [s.getsockname()[1] for s in sockets]
 
 
 @dataclass

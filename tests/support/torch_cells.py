@@ -20,8 +20,9 @@ from gyre.rollout.migration import MoveLimits
 from gyre.rollout.router import Router, RouterLimits
 from gyre.runtime import rpc
 from gyre.runtime.clock import SystemClock
+from gyre.runtime.ports import free_ports
 from move_stage import FaultyEngine
-from rollout_stage import endpoint, free_ports
+from rollout_stage import endpoint
 
 POLICY = PolicyConfig("qwen3", 512, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, qk_norm=True, max_position=4096)
 LIMITS = MoveLimits(min_tokens=32, last_blocks=2, step_s=5.0, pull_s=5.0, total_s=20.0, stop_s=8.0)
@@ -43,7 +44,7 @@ class TorchCells:
     def prepare(self, seed: int = 0) -> None:
         """Write checkpoint, run.toml and deployment.toml."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self.ports = free_ports(self.num)
+        self.ports = free_ports(self.num, "127.0.0.1")
         state = Decoder.create(self.policy, seed).state_dict()
         self.digest = state_digest(state)
         save_checkpoint(self.root / "checkpoint", self.policy, state)

@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from gyre.cli.run_dir import RunDir, write_pids
 from gyre.contracts.errors import BusError, ConfigError, GyreError
 from gyre.runtime.bus import Bus
 from gyre.runtime.config import Deployment, Endpoint, RunConfig
+from gyre.runtime.ports import free_ports
 from gyre.runtime.settings import to_toml
 
 HOST = "127.0.0.1"  # the local launcher keeps everything on this machine
@@ -50,22 +50,10 @@ class Running:
     ended: list[int] = field(default_factory=list)
 
 
-def free_ports(num: int) -> list[int]:
-    """`num` different free TCP ports; all are held until the last is found."""
-    sockets = [socket.socket() for _ in range(num)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 def deploy_locally(run: RunDir, config: RunConfig, allow_unsandboxed: bool, durability: str) -> Deployment:
     """Choose ports and directories for all processes and write deployment.toml."""
     num_cells, num_engines, num_evaluators = config.cells.count, config.cells.num_engines, config.reward.evaluators
-    ports = iter(free_ports(5 + num_engines + 2 * num_cells + num_evaluators))
+    ports = iter(free_ports(5 + num_engines + 2 * num_cells + num_evaluators, HOST))
 
     def endpoint() -> Endpoint:
         address = f"{HOST}:{next(ports)}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre.cli.facts import Stamped
-from gyre.cli.launcher import HOST, connect_patiently, free_ports, nats_binary
+from gyre.cli.launcher import HOST, connect_patiently, nats_binary
 from gyre.cli.ledger import RunLedger, load_ledger
 from gyre.cli.run_dir import open_existing, read_pids
 from gyre.cli.views import cell_timelines, executions, level_at, roles_at, waterlevels
@@ -26,6 +26,7 @@ from gyre.contracts.errors import ConfigError
 from gyre.contracts.simulation import WorkloadRows
 from gyre.runtime.blobs import open_blobs
 from gyre.runtime.config import Deployment, load_deployment
+from gyre.runtime.ports import free_ports
 
 STOP_S = 10.0
 
@@ -199,7 +200,7 @@ async def _load(url: str, deployment: Deployment) -> RunLedger:
 
 
 async def _load_stored(store: Path, deployment: Deployment) -> RunLedger:
-    port = free_ports(1)[0]
+    port = free_ports(1, HOST)[0]
     server = await asyncio.create_subprocess_exec(
         nats_binary(), "-a", HOST, "-p", str(port), "-js", "-sd", str(store), stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL)

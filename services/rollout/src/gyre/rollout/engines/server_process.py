@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre.contracts.errors import ConfigError, EngineError
+from gyre.runtime.ports import free_ports
 
 _SHIM = Path(__file__).with_name("server_shim.py")
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
@@ -112,9 +113,7 @@ def find_python(backend: str, configured: str, config_dir: Path) -> Path:
 def free_port(host: str) -> int:
     """A port of `host` that nobody listens on now. Raises EngineError."""
     try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return probe.getsockname()[1]
+        return free_ports(1, host)[0]
     except OSError as error:
         raise EngineError(f"no port on {host!r}: {error}") from None
 
