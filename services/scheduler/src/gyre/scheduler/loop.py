@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from gyre.contracts import codec
 from gyre.contracts import events as e
@@ -56,6 +56,7 @@ class Scheduler:
         self._said = 0  # highest sequence we wrote to CTL
         self._ctl_position = 0
         self._derived_at = 0.0
+        self._news = asyncio.Event()  # something was read since
         self._traces = Traces()
 
     def start(self) -> tuple[bool, int]:
@@ -68,9 +69,15 @@ class Scheduler:
                                            state.num_train_groups, opening, plan.num_standalone, self._schedule.name))
         return already, opening
 
-    def stop(self, reason: str) -> None:
-        """No further dispatch; the open burst ends, then the run closes."""
+    def stop(self, reason: str) -> int:
+        """No further dispatch; the open burst ends, then the run closes. Returns the number of the opening."""
         self._asked.append(e.RunStopRequested(reason or "asked to stop", self.state.opening))
+        return self.state.opening
+
+    async def read_back(self, holds: Callable[[State], bool]) -> None:
+        """Wait until what a command asked for is in the state. A command that was only heard is lost with this process."""
+        while not holds(self.state):
+            await self._news.wait()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead until `stopping`. Raises LostLease or BusError; the supervisor starts a fresh process."""
@@ -151,6 +158,8 @@ class Scheduler:
             self.state = self._folded_all(self.state, batch)
             while not self._received.empty():
                 self.state = self._folded_all(self.state, self._received.get_nowait())
+            news, self._news = self._news, asyncio.Event()
+            news.set()
         await self._lease.renew_if_due()
         if self._said > self._ctl_position:
             return
