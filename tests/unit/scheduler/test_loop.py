@@ -11,7 +11,7 @@ from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Received
 from gyre.runtime.clock import ManualClock
 from gyre.runtime.service import encode_fact
-from gyre.scheduler.loop import Scheduler
+from gyre.scheduler.loop import Scheduler, pause_after
 from gyre.scheduler.schedules import schedule_of
 from small_world import PLAN
 
@@ -97,6 +97,10 @@ async def test_a_new_leader_renews_its_lease_while_it_reads_and_commands_wait_un
     assert bus.followed["GYRE_TRAIN"] == positions["GYRE_TRAIN"], "from the last that was read in order"
     stopping.set()
     await running
+
+
+def test_folding_the_streams_anew_takes_a_hundredth_of_the_time_at_most() -> None:
+    assert [pause_after(took_s) for took_s in (0.1, 3.0, 20.0)] == [300.0, 300.0, 2000.0]
 
 
 async def test_a_fact_whose_body_lies_in_the_blob_store_counts_as_any_other(tmp_path: Path) -> None:

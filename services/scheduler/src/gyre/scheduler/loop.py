@@ -25,7 +25,8 @@ from gyre.scheduler.traces import Traces
 
 log = logging.getLogger(__name__)
 
-REDERIVE_EVERY_S = 300.0  # the state is a fold of what can be read again, so nothing missed lasts longer than this
+REDERIVE_EVERY_S = 300.0  # the state is a fold of what can be read again, so nothing missed lasts longer than this,
+REDERIVE_SHARE = 0.01  # or than a long history takes to be read, over so much of the time: nothing is decided meanwhile
 POLL_S = 0.25  # deadlines of transitions and the lease are looked at that often
 
 READS: tuple[tuple[Stream, tuple[type, ...]], ...] = (
@@ -36,6 +37,11 @@ READS: tuple[tuple[Stream, tuple[type, ...]], ...] = (
 )
 # Of these only the newest counts. They are said every few seconds for as long as the run lasts, so those before are not read.
 SUPERSEDED: tuple[type, ...] = (e.ContextsReported, e.BacklogReported)
+
+
+def pause_after(took_s: float) -> float:
+    """Seconds until the streams are folded anew, when that took `took_s` the last time."""
+    return max(REDERIVE_EVERY_S, took_s / REDERIVE_SHARE)
 
 
 class Scheduler:
@@ -56,6 +62,7 @@ class Scheduler:
         self._said = 0  # highest sequence we wrote to CTL
         self._ctl_position = 0
         self._derived_at = 0.0
+        self._derive_after_s = REDERIVE_EVERY_S
         self._news = asyncio.Event()  # something was read since
         self._traces = Traces()
 
@@ -105,7 +112,7 @@ class Scheduler:
 
     async def _rederive(self) -> list[int]:
         """Fold the streams anew; returns the sequences to go on from."""
-        state, positions = self._initial(), []
+        began, state, positions = time.monotonic(), self._initial(), []
         for stream, records in READS:
             position = 1
             async for page in self._pages(stream, [r for r in records if r not in SUPERSEDED]):
@@ -117,6 +124,7 @@ class Scheduler:
         if self._derived_at and summary(state) != summary(self.state):
             log.warning("what was followed differs from the streams: %s is now %s", summary(self.state), summary(state))
         self.state, self._derived_at = state, time.monotonic()
+        self._derive_after_s = pause_after(self._derived_at - began)
         return positions
 
     async def _pages(self, stream: Stream, records: list[type], newest: bool = False) -> AsyncIterator[list[Received]]:
@@ -163,7 +171,7 @@ class Scheduler:
         await self._lease.renew_if_due()
         if self._said > self._ctl_position:
             return
-        if time.monotonic() - self._derived_at > REDERIVE_EVERY_S:
+        if time.monotonic() - self._derived_at > self._derive_after_s:
             await self._rederive()
         self._traces.deciding()
         for fact in self._wanted():
