@@ -93,7 +93,7 @@ async def play(home: Path, config: RunConfig, timeout_s: float,
     watcher, load = Watcher(directory, config, options, _silent), Load()
     async with asyncio.timeout(timeout_s), launched(directory, config, options, say):
         deployment = load_deployment(directory.deployment)
-        opening = await start_run(deployment, config_digest(config))
+        opening, _ = await start_run(deployment, config_digest(config))
         watching = asyncio.create_task(watch(load, directory))
         try:
             reason = await watcher.until_closed(deployment, opening)

@@ -4,8 +4,8 @@
 run schedule=elastic cells=2 steps=3 groups=2 phi=0 seed=3
 after cell.rollout.ready cell=1 kill engine-1 for 200
 after cell.rollout.ready cell=1 kill rollout for 2
-expect step.finished step=0
 expect cell.rollout.lost cell=1
 expect step.finished step=2
 expect run.closed
+never cell.rollout.ready cell=1 version=1
 closes completed

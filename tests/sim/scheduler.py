@@ -94,21 +94,25 @@ class SimScheduler:
     def make_lease(self) -> SimLease:
         return SimLease(self.world, self.bus, self.process)
 
-    def start(self) -> None:
-        """Ask for the run to be opened. Raises Refused by a standby."""
+    def start(self) -> Task:
+        """Ask for the run to be opened; answered once it is. Raises Refused by a standby."""
         if not self.leads:
             raise Refused("does not lead")
         state, plan = self.state, self._plan
-        if not state.opened or state.closed:
+        opening = state.opening + (not state.opened or bool(state.closed))
+        if opening > state.opening:
             self._asked.append(e.RunOpened(plan.config_digest, plan.seed, plan.num_cells, state.published_version,
-                                           state.num_train_groups, state.opening + 1, plan.num_standalone,
-                                           self._schedule.name))
+                                           state.num_train_groups, opening, plan.num_standalone, self._schedule.name))
+        while self.state.opening < opening:
+            yield POLL_S
 
-    def stop(self, reason: str) -> None:
-        """Ask for the run to end after its burst. Raises Refused by a standby."""
+    def stop(self, reason: str) -> Task:
+        """Ask for the run to end after its burst; answered once that is known. Raises Refused by a standby."""
         if not self.leads or not self.state.opened:
             raise Refused("does not lead")
         self._asked.append(e.RunStopRequested(reason, self.state.opening))
+        while not self.state.stop_reason:
+            yield POLL_S
 
     def _begin(self) -> None:
         self.leads = False

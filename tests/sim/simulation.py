@@ -132,25 +132,26 @@ class Simulation:
     # ------------------------------------------------------------ who runs it
 
     def _operate(self) -> Task:
-        """Open the run, as `gyre train` does: ask whoever leads until it is open."""
-        while not self.invariants.state.opened:
-            yield from self._ask_leaders(lambda s: s.start())
+        """Open the run, as `gyre train` does: ask whoever leads until one says that it is open, and never again."""
+        while not (yield from self._ask_leaders(lambda s: s.start())):
             yield 1.0
 
     def _ask_leaders(self, command: object) -> Task:
+        """Returns whether one has done it."""
         for scheduler in self.schedulers:
             try:
-                yield from self.world.call(self.operator, scheduler.process, lambda s=scheduler: command(s), 2.0)
+                yield from self.world.call(self.operator, scheduler.process, lambda s=scheduler: command(s), 5.0)
             except (Unreachable, Refused):
                 continue
+            return True
+        return False
 
     def _lose_disk(self, name: str) -> None:
         next(s for s in self.services if s.process.name == name).lose_disk()
 
     def _stop(self, reason: str) -> None:
         def ask() -> Task:
-            while not self.invariants.state.stop_reason and not self.invariants.state.closed:
-                yield from self._ask_leaders(lambda s: s.stop(reason))
+            while not self.invariants.state.closed and not (yield from self._ask_leaders(lambda s: s.stop(reason))):
                 yield 2.0
 
         self.world.spawn(self.operator, ask())

@@ -171,7 +171,7 @@ class SimCore(Worker):
         state = self.state
         if state.owes_checkpoint:
             yield from self._publish_weights()
-        elif state.cell.should_hold and not self.holds:
+        elif state.cell.should_hold and not (self.holds and state.cell.has_joined):
             yield from self._take_devices()
         elif state.cell.owes_release or self.holds and state.cell.role == "rollout":
             yield from self._give_devices_back()
@@ -208,7 +208,7 @@ class SimCore(Worker):
         self._sum, self._backlog_at = Sum(), 0.0
         self.table = table = ClaimTable(self.state.position, self.state.attempt, CORE, LEASE_S, self._speeds)
         self._notify()
-        while self.state.cell.should_hold:
+        while self.state.cell.should_hold and self.state.cell.has_joined:
             heard = self.listen()
             self._supply(table)
             verdict, ref = table.claim(CORE, self._now())

@@ -63,6 +63,7 @@ class FakeScheduler(service_pb2_grpc.SchedulerServiceServicer):
 
     def __init__(self, digest: str) -> None:
         self._digest, self.num_asked = digest, 0
+        self.opening, self.is_open = 0, False
 
     async def StartRun(
         self, request: service_pb2.StartRunRequest, context: grpc.aio.ServicerContext
@@ -72,7 +73,7 @@ class FakeScheduler(service_pb2_grpc.SchedulerServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "does not lead yet")
         if request.config_digest != self._digest:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "runs another configuration")
-        return service_pb2.StartRunResponse(already_open=False)
+        return service_pb2.StartRunResponse(already_open=self.is_open, opening=self.opening)
 
 
 @pytest.fixture
@@ -105,6 +106,11 @@ async def test_start_waits_for_the_scheduler_to_lead(scheduler: tuple[FakeSchedu
     said: list[str] = []
     await start_apart(run, write_deployment(tmp_path, address), said.append)
     assert (fake.num_asked, said) == (2, ["the run is open"])
+    fake.opening, fake.is_open = 3, True
+    await start_apart(run, write_deployment(tmp_path, address), said.append)
+    fake.is_open = False
+    await start_apart(run, write_deployment(tmp_path, address), said.append)
+    assert said[1:] == ["the run is open already", "the run is open"], "whatever the number of the opening"
 
 
 async def test_start_reports_a_refusal(scheduler: tuple[FakeScheduler, str], run: Path, tmp_path: Path) -> None:

@@ -231,6 +231,21 @@ def test_an_engine_is_not_lost_while_its_cell_trains_or_under_an_epoch_that_is_o
     assert not [fact for fact in core.facts if isinstance(fact, e.CellRolloutLost)]
 
 
+def test_an_engine_that_does_not_come_back_from_training_is_lost_too() -> None:
+    core = Core()
+    core.tell(V0)
+    core.tell(lo.EngineServing(0, 0, 0, "c0"))
+    core.tell(assigned(1, "train"))
+    core.tell(lo.EngineAsleep(0, 1, 0, 0))
+    core.tell(V1)
+    core.tell(assigned(2, "rollout", 1))
+    core.tell(e.CellTrainReleased(0, 2, 1))
+    core.tell(lo.EngineLost(0, 2, "away"))
+    core.tell(lo.EngineLost(0, 2, "away"))
+    core.tell(lo.EngineServing(0, 2, 1, "c1"))
+    assert core.facts[-2:] == [e.CellRolloutLost(0, 2, 1, "away"), e.CellRolloutReady(0, 2, 1, "c1", 1)]
+
+
 async def test_the_keeper_calls_an_engine_lost_only_after_the_time_a_restart_takes() -> None:
     clock = ManualClock()
     keeper, control, _, said = make_keeper(clock)

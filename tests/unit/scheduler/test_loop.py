@@ -6,12 +6,12 @@ from pathlib import Path
 
 from gyre.contracts import events as e
 from gyre.contracts.events import Fact
-from gyre.contracts.subjects import Stream, filter_of, row_of, subject_of
+from gyre.contracts.subjects import CTL, Stream, filter_of, row_of, subject_of
 from gyre.runtime.blobs import DirectoryBlobs
 from gyre.runtime.bus import Received
 from gyre.runtime.clock import ManualClock
 from gyre.runtime.service import encode_fact
-from gyre.scheduler.loop import Scheduler
+from gyre.scheduler.loop import Scheduler, pause_after
 from gyre.scheduler.schedules import schedule_of
 from small_world import PLAN
 
@@ -27,6 +27,7 @@ class FakeBus:
         self.num_read = 0
         self.followed: dict[str, int] = {}
         self.reads = asyncio.Event()
+        self.arrives: asyncio.Queue[Fact] = asyncio.Queue()
 
     async def pages(self, stream: Stream, filters: list[str], newest: bool = False) -> AsyncIterator[list[Received]]:
         found = [(n + 1, f) for n, f in enumerate(self._facts) if filter_of(RUN, type(f)) in filters]
@@ -43,8 +44,10 @@ class FakeBus:
 
     async def follow(self, stream: Stream, filters: list[str], start: int = 1) -> AsyncIterator[list[Received]]:
         self.followed[stream.name] = start
-        await asyncio.Event().wait()
-        yield []
+        while True:
+            fact = await self.arrives.get() if stream is CTL else await asyncio.Event().wait()
+            self._facts.append(fact)
+            yield [self._received(stream, len(self._facts), fact)]
 
 
 class FakeLease:
@@ -96,6 +99,10 @@ async def test_a_new_leader_renews_its_lease_while_it_reads_and_commands_wait_un
     await running
 
 
+def test_folding_the_streams_anew_takes_a_hundredth_of_the_time_at_most() -> None:
+    assert [pause_after(took_s) for took_s in (0.1, 3.0, 20.0)] == [300.0, 300.0, 2000.0]
+
+
 async def test_a_fact_whose_body_lies_in_the_blob_store_counts_as_any_other(tmp_path: Path) -> None:
     """A large group's does: unread, the group would never be complete and its step never due."""
     ref = e.BlobRef("micro-steps/x", "d" * 32, 1)
@@ -110,5 +117,26 @@ async def test_a_fact_whose_body_lies_in_the_blob_store_counts_as_any_other(tmp_
         await asyncio.sleep(0)
     assert bus.blobs.names("messages/r/group.completed") == ["g"]
     assert scheduler.state.num_train_completed == 1
+    stopping.set()
+    await running
+
+
+async def test_a_command_is_answered_when_what_it_asked_for_is_in_the_stream(tmp_path: Path) -> None:
+    """Answered before, it would be lost with the process: nobody asks again, and the run is never opened."""
+    bus = FakeBus([], tmp_path)
+    bus.reads.set()
+    scheduler = Scheduler(RUN, PLAN, schedule_of("elastic"), bus, bus.blobs, FakeLease(bus), ManualClock())
+    stopping = asyncio.Event()
+    running = asyncio.create_task(scheduler.run(stopping))
+    while not scheduler.leading:
+        await asyncio.sleep(0)
+    assert scheduler.start() == (False, 0)
+    answered = asyncio.create_task(scheduler.read_back(lambda state: state.opening >= 0))
+    while not bus.said:
+        await asyncio.sleep(0)
+    assert not answered.done(), "said, and nobody knows yet whether it is stored"
+    bus.arrives.put_nowait(bus.said[0])
+    await answered
+    assert scheduler.start() == (True, 0)
     stopping.set()
     await running

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import FakeLedger, MemoryBlobs, assign, burst, completed, ref_to, to_train
-from gyre.contracts.events import CellTrainReleased, MicroStepRef, StepFinished, StepSealed, WeightsPublished
+from gyre.contracts.events import CellTrainJoined, CellTrainReleased, MicroStepRef, StepFinished, StepSealed, WeightsPublished
 from gyre.policy.checkpoint import load_state, save_checkpoint
 from gyre.runtime.clock import SystemClock
 from gyre.runtime.config import CheckpointConfig, OptimizerConfig
@@ -330,6 +330,16 @@ async def test_a_cell_gives_its_devices_back_for_the_epoch_that_asks(tmp_path: P
             engine = DeviceLock(tmp_path / "cells", cell, "engine")
             assert engine.try_take(9)
             engine.give_back()
+
+
+async def test_a_core_that_hears_at_once_that_it_was_sent_back_and_told_to_train_again_joins_again(tmp_path: Path) -> None:
+    """It was cut off, and still holds the devices from before."""
+    async with cluster(tmp_path, 0) as run:
+        await run.until(CellTrainJoined, 1)
+        run.ledgers[0].hear(assign(0, 5, "rollout"), *to_train(0, 6))
+        joined = await run.until(CellTrainJoined, 2)
+        assert [(f.cell, f.epoch) for f in joined] == [(0, 1), (0, 6)]
+        assert DeviceLock(tmp_path / "cells", 0, "engine").last().epoch == 6
 
 
 class SilentCore(DirectCore):

@@ -29,5 +29,5 @@ def prepare_apart(resolved: RunConfig, out: Path, say: Say) -> None:
 
 async def start_apart(config: Path, deployment: Path, say: Say) -> None:
     """Open the run as soon as its scheduler leads. Raises ConfigError or GyreError."""
-    already_open = await start_run(load_deployment(deployment), config_digest(load_run(config)))
+    _, already_open = await start_run(load_deployment(deployment), config_digest(load_run(config)))
     say("the run is open already" if already_open else "the run is open")

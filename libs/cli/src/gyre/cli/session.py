@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 START_ATTEMPTS = 120
 
 
-async def start_run(deployment: Deployment, config_digest: str) -> int:
-    """Ask the scheduler to open the run, waiting until one leads; returns the number of the opening.
+async def start_run(deployment: Deployment, config_digest: str) -> tuple[int, bool]:
+    """Ask the scheduler to open the run, waiting until one leads; returns the number of the opening, and whether it was open.
 
     Raises:
         GyreError: no scheduler leads, or it runs another configuration.
@@ -35,7 +35,7 @@ async def start_run(deployment: Deployment, config_digest: str) -> int:
         for _ in range(START_ATTEMPTS):
             try:
                 reply = await stub.StartRun(pb.StartRunRequest(config_digest=config_digest))
-                return reply.opening
+                return reply.opening, reply.already_open
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise GyreError(f"the scheduler refused to start the run: {error.details()}") from error

@@ -154,7 +154,7 @@ async def _follow_until_end(run: RunDir, config: RunConfig, options: Options, sa
                             failure: asyncio.Future[str]) -> Watcher:
     deployment = load_deployment(run.deployment)
     watcher = Watcher(run, config, options, say)
-    opening = await start_run(deployment, config_digest(config))
+    opening, _ = await start_run(deployment, config_digest(config))
     closed = asyncio.create_task(watcher.until_closed(deployment, opening))
     stopped = asyncio.create_task(interrupt.wait())
     waiting: set[asyncio.Future] = {closed, stopped, failure}

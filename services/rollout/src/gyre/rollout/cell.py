@@ -22,7 +22,8 @@ from gyre.rollout.local import EngineAsleep, EngineLost, EngineServing, SettleCe
 class Cell:
     """One cell; before any assignment it is in rollout at epoch 0, as the scheduler takes it to be.
 
-    `has_trained`: some epoch gave its devices to the trainer, so the trainer has to release them.
+    `has_trained`: some epoch gave its devices to the trainer, so the trainer has to release them. `is_lost`: that was said of
+    the engine, which has neither served nor slept since.
     """
 
     cell: int
@@ -35,6 +36,7 @@ class Cell:
     ready_epoch: int = -1
     ready_version: int = -1
     num_lost: int = 0
+    is_lost: bool = False
 
 
 def assigned(cell: Cell, fact: CellRoleAssigned) -> Cell | None:
@@ -65,7 +67,7 @@ def asleep(cell: Cell, event: EngineAsleep) -> tuple[Cell, CellRolloutReleased |
     if event.epoch != cell.epoch or cell.role != "train" or cell.released_epoch == cell.epoch:
         return cell, None
     fact = CellRolloutReleased(cell.cell, cell.epoch, event.num_moved, event.num_replayed)
-    return replace(cell, released_epoch=cell.epoch), fact
+    return replace(cell, released_epoch=cell.epoch, is_lost=False), fact
 
 
 def serving(cell: Cell, event: EngineServing) -> tuple[Cell, CellRolloutReady | None]:
@@ -74,12 +76,15 @@ def serving(cell: Cell, event: EngineServing) -> tuple[Cell, CellRolloutReady | 
     if event.epoch != cell.epoch or cell.role != "rollout" or known:
         return cell, None
     fact = CellRolloutReady(cell.cell, cell.epoch, event.version, event.checksum, cell.num_lost)
-    return replace(cell, ready_epoch=event.epoch, ready_version=event.version), fact
+    return replace(cell, ready_epoch=event.epoch, ready_version=event.version, is_lost=False), fact
 
 
 def lost(cell: Cell, event: EngineLost) -> tuple[Cell, CellRolloutLost | None]:
-    """The engine does not serve; once it serves again that is said again."""
-    if event.epoch != cell.epoch or cell.role != "rollout" or cell.ready_epoch != cell.epoch:
+    """The engine does not serve, or does not come back to it from training; once it serves that is said again.
+
+    Before it has served for the first time it is only slow to start.
+    """
+    if event.epoch != cell.epoch or cell.role != "rollout" or cell.is_lost or cell.ready_version < 0:
         return cell, None
     num = cell.num_lost + 1
-    return replace(cell, num_lost=num, ready_epoch=-1), CellRolloutLost(cell.cell, cell.epoch, num, event.reason)
+    return replace(cell, num_lost=num, ready_epoch=-1, is_lost=True), CellRolloutLost(cell.cell, cell.epoch, num, event.reason)

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from gyre.contracts import codec
 from gyre.contracts import events as e
@@ -25,7 +25,8 @@ from gyre.scheduler.traces import Traces
 
 log = logging.getLogger(__name__)
 
-REDERIVE_EVERY_S = 300.0  # the state is a fold of what can be read again, so nothing missed lasts longer than this
+REDERIVE_EVERY_S = 300.0  # the state is a fold of what can be read again, so nothing missed lasts longer than this,
+REDERIVE_SHARE = 0.01  # or than a long history takes to be read, over so much of the time: nothing is decided meanwhile
 POLL_S = 0.25  # deadlines of transitions and the lease are looked at that often
 
 READS: tuple[tuple[Stream, tuple[type, ...]], ...] = (
@@ -36,6 +37,11 @@ READS: tuple[tuple[Stream, tuple[type, ...]], ...] = (
 )
 # Of these only the newest counts. They are said every few seconds for as long as the run lasts, so those before are not read.
 SUPERSEDED: tuple[type, ...] = (e.ContextsReported, e.BacklogReported)
+
+
+def pause_after(took_s: float) -> float:
+    """Seconds until the streams are folded anew, when that took `took_s` the last time."""
+    return max(REDERIVE_EVERY_S, took_s / REDERIVE_SHARE)
 
 
 class Scheduler:
@@ -56,6 +62,8 @@ class Scheduler:
         self._said = 0  # highest sequence we wrote to CTL
         self._ctl_position = 0
         self._derived_at = 0.0
+        self._derive_after_s = REDERIVE_EVERY_S
+        self._news = asyncio.Event()  # something was read since
         self._traces = Traces()
 
     def start(self) -> tuple[bool, int]:
@@ -68,9 +76,15 @@ class Scheduler:
                                            state.num_train_groups, opening, plan.num_standalone, self._schedule.name))
         return already, opening
 
-    def stop(self, reason: str) -> None:
-        """No further dispatch; the open burst ends, then the run closes."""
+    def stop(self, reason: str) -> int:
+        """No further dispatch; the open burst ends, then the run closes. Returns the number of the opening."""
         self._asked.append(e.RunStopRequested(reason or "asked to stop", self.state.opening))
+        return self.state.opening
+
+    async def read_back(self, holds: Callable[[State], bool]) -> None:
+        """Wait until what a command asked for is in the state. A command that was only heard is lost with this process."""
+        while not holds(self.state):
+            await self._news.wait()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead until `stopping`. Raises LostLease or BusError; the supervisor starts a fresh process."""
@@ -98,7 +112,7 @@ class Scheduler:
 
     async def _rederive(self) -> list[int]:
         """Fold the streams anew; returns the sequences to go on from."""
-        state, positions = self._initial(), []
+        began, state, positions = time.monotonic(), self._initial(), []
         for stream, records in READS:
             position = 1
             async for page in self._pages(stream, [r for r in records if r not in SUPERSEDED]):
@@ -110,6 +124,7 @@ class Scheduler:
         if self._derived_at and summary(state) != summary(self.state):
             log.warning("what was followed differs from the streams: %s is now %s", summary(self.state), summary(state))
         self.state, self._derived_at = state, time.monotonic()
+        self._derive_after_s = pause_after(self._derived_at - began)
         return positions
 
     async def _pages(self, stream: Stream, records: list[type], newest: bool = False) -> AsyncIterator[list[Received]]:
@@ -151,10 +166,12 @@ class Scheduler:
             self.state = self._folded_all(self.state, batch)
             while not self._received.empty():
                 self.state = self._folded_all(self.state, self._received.get_nowait())
+            news, self._news = self._news, asyncio.Event()
+            news.set()
         await self._lease.renew_if_due()
         if self._said > self._ctl_position:
             return
-        if time.monotonic() - self._derived_at > REDERIVE_EVERY_S:
+        if time.monotonic() - self._derived_at > self._derive_after_s:
             await self._rederive()
         self._traces.deciding()
         for fact in self._wanted():

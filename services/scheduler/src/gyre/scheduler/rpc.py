@@ -13,7 +13,7 @@ NAME = pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
 
 class SchedulerRpc(service_pb2_grpc.SchedulerServiceServicer):
-    """Answers from the folded state; commands take effect through facts."""
+    """Answers from the folded state; commands take effect through facts, and are answered once these have been read back."""
 
     def __init__(self, process: Process, scheduler: Scheduler, config_digest: str) -> None:
         self._process, self._scheduler, self._digest = process, scheduler, config_digest
@@ -25,12 +25,14 @@ class SchedulerRpc(service_pb2_grpc.SchedulerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION,
                                 f"this scheduler runs configuration {self._digest}, not {request.config_digest}")
         already_open, opening = self._scheduler.start()
+        await self._scheduler.read_back(lambda state: state.opening >= opening)
         return pb.StartRunResponse(already_open=already_open, opening=opening)
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> pb.StopRunResponse:
         if not self._scheduler.leading:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this scheduler does not lead yet")
-        self._scheduler.stop(request.reason)
+        opening = self._scheduler.stop(request.reason)
+        await self._scheduler.read_back(lambda state: state.stopping[0] >= opening)
         return pb.StopRunResponse()
 
     async def InspectRun(self, request: pb.InspectRunRequest,

@@ -105,7 +105,7 @@ class Coordinator:
         state = self._ledger.state
         if state.owes_checkpoint:
             await self._publish_weights()
-        elif state.cell.should_hold and not self._lock.held:
+        elif state.cell.should_hold and not (self._lock.held and state.cell.has_joined):
             await self._take_devices()
         elif state.cell.owes_release or self._lock.held and state.cell.role == "rollout":
             await self._give_devices_back()
@@ -160,7 +160,7 @@ class Coordinator:
             await self._work_on(table)
 
     async def _work_on(self, table: ClaimTable) -> None:
-        while self._ledger.state.cell.should_hold:
+        while self._ledger.state.cell.should_hold and self._ledger.state.cell.has_joined:
             self._attention.clear()
             await self._supply(table)
             verdict, ref = table.claim(CORE_WORKER, self._clock.now())

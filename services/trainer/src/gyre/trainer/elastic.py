@@ -52,6 +52,11 @@ class CellState:
         return self.role == "train" and self.rollout_released >= self.epoch
 
     @property
+    def has_joined(self) -> bool:
+        """It was said at this very epoch: who still holds the devices from an earlier one has not."""
+        return self.joined >= self.epoch
+
+    @property
     def owes_release(self) -> bool:
         """The cell is back in rollout, and the engine waits for our word, also if we never came to join."""
         return self.role == "rollout" and self.trained > self.released
