@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def candidates(workload: str, say: Callable[[str], None]) -> dict[str, Shape]:
         write_tasks(root, groups_of(workload, 0, base.steps * base.burst.groups_per_step,
                                     base.burst.executions_per_group, base.engine.script_token_ms / 1000))
         base = replace(base, tasks=replace(base.tasks, root=str(root)))
+        say(_least_tail(base, workload))
         for schedule in SCHEDULES:
             tried = sorted(((mean(runs), shape, runs) for shape in line(base, schedule)
                             if (runs := _runs(base, workload, shape))), key=lambda found: found[0])
@@ -54,6 +56,35 @@ def _runs(base: RunConfig, workload: str, shape: Shape) -> list[Simulated]:
         write_tasks_once(Path(config.tasks.root), len(groups))
         found.append(simulated(config, shape, constants_of(), rows_of(replace(config, seed=seed), groups)))
     return found
+
+
+def _least_tail(config: RunConfig, workload: str) -> str:
+    """What the elastic tail cannot be less than, however soon cells leave: as many serve as it takes, whole ones."""
+    burst, cells, token_s = config.burst, config.cells, config.engine.script_token_ms / 1000
+    num = burst.steps_per_burst * burst.groups_per_step
+    found = []
+    for seed in SEEDS:
+        groups = groups_of(workload, seed, num, burst.executions_per_group, token_s)
+        durations = [record.duration_s(token_s) for group in groups for record in group]
+        found.append(empty_slots_s(durations, cells.count, cells.executions_per_cell))
+    return (f"{num * burst.executions_per_group} executions of a burst on {cells.count} cells of {cells.executions_per_cell}: "
+            f"slots of cells that still serve are empty for at least {statistics.fmean(found):.1f} s of a cell's time")
+
+
+def empty_slots_s(durations: Sequence[float], num_cells: int, slots: int) -> float:
+    """Seconds of a whole cell's time that slots are empty of cells which cannot leave yet, if executions are started in their
+    order, run on full speed, and a cell leaves at the moment at which the others hold what is unfinished."""
+    free = [0.0] * (num_cells * slots)
+    ends = []
+    for duration in durations:
+        ends.append(heapq.heappop(free) + duration)
+        heapq.heappush(free, ends[-1])
+    empty, before = 0.0, 0.0
+    for left, end in zip(range(len(ends), 0, -1), sorted(ends), strict=True):
+        serving = min(num_cells, -(-left // slots))
+        empty += max(0, serving * slots - left) * (end - before) / slots
+        before = end
+    return empty
 
 
 def write_tasks_once(root: Path, num: int) -> None:

@@ -81,3 +81,15 @@ def test_a_finished_run_is_read_whole(shapes: ModuleType, tmp_path: Path) -> Non
     assert found.transition_s[0] == pytest.approx(0.8)
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert min(found.bound_s, found.simulated_s, found.foretold_s) > 0
+
+
+@pytest.mark.parametrize(("durations", "empty"), [
+    ([3.0, 3.0, 3.0, 3.0], 0.0),  # both cells are full until everything ends
+    ([2.0, 3.0, 3.0, 3.0], 0.5),  # one of two slots for a second
+    ([1.0, 1.0, 4.0, 4.0], 0.0),  # the cell whose two are done leaves
+    ([1.0, 1.0, 1.0, 4.0], 1.5),  # the last one keeps half a cell empty for three seconds
+    ([1.0, 1.0, 1.0, 1.0, 2.0], 1.0),  # the fifth waits for a slot, and is alone in a cell for two seconds
+])
+def test_slots_that_stay_empty_in_two_cells_of_two(shapes: ModuleType, durations: list[float], empty: float) -> None:
+    choose = importlib.import_module("elastic_parts.choose")  # beside `shapes`
+    assert choose.empty_slots_s(durations, 2, 2) == pytest.approx(empty)
