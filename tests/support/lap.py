@@ -71,7 +71,7 @@ class Lap:
         """Run until the scheduler closes the run; returns its reason."""
         async with asyncio.timeout(timeout_s), launched(self.run, self.config, self.watcher.options, self.said.append):
             deployment = load_deployment(self.run.deployment)
-            opening = await start_run(deployment, config_digest(self.config))
+            opening, _ = await start_run(deployment, config_digest(self.config))
             disturbing = asyncio.create_task(chaos(self)) if chaos else None
             reason = await self.watcher.until_closed(deployment, opening)
             if disturbing is not None:
@@ -83,7 +83,7 @@ class Lap:
         """Run until `when` holds, then stop everything as Ctrl-C does; a fresh watcher is ready to go on."""
         async with asyncio.timeout(timeout_s), launched(self.run, self.config, self.watcher.options, self.said.append):
             deployment = load_deployment(self.run.deployment)
-            opening = await start_run(deployment, config_digest(self.config))
+            opening, _ = await start_run(deployment, config_digest(self.config))
             watching = asyncio.create_task(self.watcher.until_closed(deployment, opening))
             await self.until(when)
             watching.cancel()
