@@ -110,6 +110,15 @@ def test_a_root_ends_when_the_cell_gets_another_role_first(scene: Scene) -> None
     assert (found["cell-1-epoch-1"].outcome, found["cell-1-epoch-2"].outcome) == ("superseded", UNFINISHED)
 
 
+def test_a_root_ends_with_the_run_if_the_cell_did_not_come_back_for_it(scene: Scene) -> None:
+    headers = scene.say(BACK)
+    scene.hear(e.RunClosed("completed", 1))
+    assert scene.found()["cell-1-epoch-2"].outcome == UNFINISHED
+    assert scene.found()["cell-1-epoch-2"].says("gyre.outcome") == UNFINISHED
+    scene.hear(e.CellRolloutReady(1, 2, 1, "c"), headers)
+    assert scene.found()["cell-1-epoch-2"].outcome == UNFINISHED
+
+
 def test_transitions_are_linked_with_their_batch_and_their_weights(scene: Scene) -> None:
     burst = scene.say(e.BurstOpened(3, 0, 1))
     assert ids.leads_to_transition(burst) is False

@@ -93,6 +93,9 @@ class Traces:
                 self._burst = dict(envelope.trace)
             case e.WeightsPublished():
                 self._weights = dict(envelope.trace)
+            case e.RunClosed():
+                for transition in tuple(self._roots):  # of cells that did not come back, for whom nobody waited
+                    self._end(transition, "unfinished")
 
     def _assigned(self, envelope: Envelope, fact: e.CellRoleAssigned) -> None:
         before = self._newest.get(fact.cell)
