@@ -54,6 +54,9 @@ class Devices:
     last_holder: str = "nobody"
     owner: Process | None = None
 
+    def is_free(self) -> bool:
+        return self.owner is None
+
     def try_take(self, process: Process, side: str, epoch: int) -> bool:
         if self.owner not in (None, process) or self.epoch > epoch:
             return False

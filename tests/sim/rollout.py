@@ -325,13 +325,13 @@ class _Keeper:
         self._cell = engine.devices.cell
         self._said: tuple[int, int] | None = None
         self._failing_since: float | None = None
-        self._is_lost = False
+        self._lost_epoch = -1
 
     def run(self) -> Task:
         while True:
             try:
                 yield from self._check()
-                self._failing_since, self._is_lost = None, False
+                self._failing_since, self._lost_epoch = None, -1
             except Refused as error:
                 self._miss(str(error))
             except Unreachable as error:
@@ -342,9 +342,11 @@ class _Keeper:
     def _miss(self, why: str) -> None:
         wanted, now = self._rollout._wanted.get(self._cell), self._world.clock(self._rollout.process)
         self._failing_since = now if self._failing_since is None else self._failing_since
-        if wanted is None or not wanted.serve or self._is_lost or now - self._failing_since < LOST_AFTER_S:
+        if wanted is None or not wanted.serve or self._lost_epoch == wanted.epoch:
             return
-        self._said, self._is_lost = None, True
+        if now - self._failing_since < LOST_AFTER_S:
+            return
+        self._said, self._lost_epoch = None, wanted.epoch
         self._rollout._admits.discard(self._cell)
         self._rollout._post(at.EngineLost(self._cell, wanted.epoch, why))
 

@@ -19,6 +19,7 @@ from gyre.trainer.core import TrainerCore, TrainerState
 from gyre.trainer.recovery import rebuild
 from gyre.trainer.speeds import Speeds
 from gyre.trainer.step import MembershipRules
+from gyre.trainer.vacancy import LOOK_S, Vacancy
 from sim.bus import Bus
 from sim.engines import Checkpoints, Devices, Weights
 from sim.kernel import Broken, Process, Refused, Reply, Task, Unreachable, World
@@ -66,6 +67,16 @@ class Exported:
 Updated = Callable[[int, int, Weights, Weights], None]
 
 
+class _Clock:
+    """What the process believes the time to be."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world, self._process = world, process
+
+    def now(self) -> float:
+        return self._world.clock(self._process)
+
+
 class Worker:
     """What both shells are: a service with a role, on a cell's devices."""
 
@@ -100,12 +111,24 @@ class Worker:
     def state(self) -> TrainerState:
         return self.service.state
 
+    def idle(self, heard: Reply) -> Task:
+        """Until the state changes; `Vacancy.wait`, small."""
+        if not self.state.cell.waits_for_engine:
+            yield heard
+            return
+        gone = self._vacancy.look(self.state.cell)
+        if gone is not None:
+            yield from self.service.submit(gone)
+        else:
+            yield heard, LOOK_S
+
     @property
     def holds(self) -> bool:
         return self.devices.owner is self.process
 
     def _begin(self) -> None:
         self._attention = self.world.reply()
+        self._vacancy = Vacancy(self.devices, _Clock(self.world, self.process))
         self.prepare()
         self.world.spawn(self.process, self.run())
 
@@ -165,7 +188,7 @@ class SimCore(Worker):
         while True:
             heard = self.listen()
             if not (yield from self._do_what_is_due()):
-                yield heard
+                yield from self.idle(heard)
 
     def _do_what_is_due(self) -> Task:
         state = self.state
@@ -376,7 +399,7 @@ class SimSatellite(Worker):
             elif cell.owes_release or self.holds:
                 yield from self._give_devices_back()
             else:
-                yield heard
+                yield from self.idle(heard)
 
     def _train_while_assigned(self) -> Task:
         epoch = self.state.cell.epoch

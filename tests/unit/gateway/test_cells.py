@@ -246,6 +246,21 @@ def test_an_engine_that_does_not_come_back_from_training_is_lost_too() -> None:
     assert core.facts[-2:] == [e.CellRolloutLost(0, 2, 1, "away"), e.CellRolloutReady(0, 2, 1, "c1", 1)]
 
 
+def test_an_engine_that_is_gone_is_said_to_be_lost_each_time_its_cell_is_to_serve() -> None:
+    """In between its trainer had the devices; whoever reads that takes the engine to have let go of them."""
+    core = Core()
+    core.tell(V0)
+    core.tell(lo.EngineServing(0, 0, 0, "c0"))
+    for number, epoch in enumerate((0, 2, 4), 1):
+        core.tell(lo.EngineLost(0, epoch, "away"))
+        core.tell(lo.EngineLost(0, epoch, "away"))
+        assert core.facts[-1] == e.CellRolloutLost(0, epoch, number, "away")
+        core.tell(assigned(epoch + 1, "train"))
+        core.tell(assigned(epoch + 2, "rollout"))
+        core.tell(e.CellTrainReleased(0, epoch + 2, 0))
+    assert len([fact for fact in core.facts if isinstance(fact, e.CellRolloutLost)]) == 3
+
+
 async def test_the_keeper_calls_an_engine_lost_only_after_the_time_a_restart_takes() -> None:
     clock = ManualClock()
     keeper, control, _, said = make_keeper(clock)

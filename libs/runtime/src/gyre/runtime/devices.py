@@ -35,6 +35,13 @@ class DeviceLock:
         """Whether this side owns the devices now."""
         return self._file is not None
 
+    def is_free(self) -> bool:
+        """Whether nobody owns the devices now."""
+        if self.held or not self._try_lock():
+            return False
+        self._unlock()
+        return True
+
     def try_take(self, epoch: int) -> bool:
         """Takes the devices for `epoch`, or returns False: the other side holds them, or a newer epoch has begun."""
         held_before = self.held

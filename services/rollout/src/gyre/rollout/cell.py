@@ -22,8 +22,8 @@ from gyre.rollout.local import EngineAsleep, EngineLost, EngineServing, SettleCe
 class Cell:
     """One cell; before any assignment it is in rollout at epoch 0, as the scheduler takes it to be.
 
-    `has_trained`: some epoch gave its devices to the trainer, so the trainer has to release them. `is_lost`: that was said of
-    the engine, which has neither served nor slept since.
+    `has_trained`: some epoch gave its devices to the trainer, so the trainer has to release them. `lost_epoch`: the newest at
+    which the engine was said to be lost, -1 once it has served or slept since.
     """
 
     cell: int
@@ -36,7 +36,7 @@ class Cell:
     ready_epoch: int = -1
     ready_version: int = -1
     num_lost: int = 0
-    is_lost: bool = False
+    lost_epoch: int = -1
 
 
 def assigned(cell: Cell, fact: CellRoleAssigned) -> Cell | None:
@@ -67,7 +67,7 @@ def asleep(cell: Cell, event: EngineAsleep) -> tuple[Cell, CellRolloutReleased |
     if event.epoch != cell.epoch or cell.role != "train" or cell.released_epoch == cell.epoch:
         return cell, None
     fact = CellRolloutReleased(cell.cell, cell.epoch, event.num_moved, event.num_replayed)
-    return replace(cell, released_epoch=cell.epoch, is_lost=False), fact
+    return replace(cell, released_epoch=cell.epoch, lost_epoch=-1), fact
 
 
 def serving(cell: Cell, event: EngineServing) -> tuple[Cell, CellRolloutReady | None]:
@@ -76,15 +76,17 @@ def serving(cell: Cell, event: EngineServing) -> tuple[Cell, CellRolloutReady | 
     if event.epoch != cell.epoch or cell.role != "rollout" or known:
         return cell, None
     fact = CellRolloutReady(cell.cell, cell.epoch, event.version, event.checksum, cell.num_lost)
-    return replace(cell, ready_epoch=event.epoch, ready_version=event.version, is_lost=False), fact
+    return replace(cell, ready_epoch=event.epoch, ready_version=event.version, lost_epoch=-1), fact
 
 
 def lost(cell: Cell, event: EngineLost) -> tuple[Cell, CellRolloutLost | None]:
     """The engine does not serve, or does not come back to it from training; once it serves that is said again.
 
-    Before it has served for the first time it is only slow to start.
+    Before it has served for the first time it is only slow to start. It is said once for each epoch: in between the trainer
+    may have had the devices of an engine that is gone.
     """
-    if event.epoch != cell.epoch or cell.role != "rollout" or cell.is_lost or cell.ready_version < 0:
+    if event.epoch != cell.epoch or cell.role != "rollout" or cell.lost_epoch == cell.epoch or cell.ready_version < 0:
         return cell, None
     num = cell.num_lost + 1
-    return replace(cell, num_lost=num, ready_epoch=-1, is_lost=True), CellRolloutLost(cell.cell, cell.epoch, num, event.reason)
+    fact = CellRolloutLost(cell.cell, cell.epoch, num, event.reason)
+    return replace(cell, num_lost=num, ready_epoch=-1, lost_epoch=cell.epoch), fact

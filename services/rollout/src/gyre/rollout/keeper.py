@@ -53,7 +53,7 @@ class Keeper:
         self._engine, self._router, self._post, self._clock = engine, router, post, clock
         self._check_s, self._drain_timeout_s, self._lost_after_s = check_s, drain_timeout_s, lost_after_s
         self._failing_since: float | None = None
-        self._is_lost = False  # and that was said
+        self._lost_epoch = -1  # at which that was said
         self._wanted: SettleCell | None = None
         self._trace: Mapping[str, str] = {}
         self._since_ns = 0  # when what is wanted was, or when it was last tried
@@ -84,7 +84,7 @@ class Keeper:
         """One comparison; an engine that does not answer is closed, and one that does not serve is after a while lost."""
         try:
             await self.check()
-            self._failing_since, self._is_lost = None, False
+            self._failing_since, self._lost_epoch = None, -1
         except EngineError as error:
             log.info("cell %d: %s", self.cell, error)
             self.observed = None
@@ -101,9 +101,11 @@ class Keeper:
         now = self._clock.now()
         self._failing_since = now if self._failing_since is None else self._failing_since
         wanted = self._wanted
-        if wanted is None or not wanted.serve or self._is_lost or now - self._failing_since < self._lost_after_s:
+        if wanted is None or not wanted.serve or self._lost_epoch == wanted.epoch:
             return
-        self._said, self._is_lost = None, True
+        if now - self._failing_since < self._lost_after_s:
+            return
+        self._said, self._lost_epoch = None, wanted.epoch
         self._router.set_admitting(self.cell, False)
         what = "out of reach" if isinstance(error, EngineGone) else "does not serve"
         await self._post(EngineLost(self.cell, wanted.epoch, f"{what} for {self._lost_after_s:g} s: {error}"))

@@ -45,6 +45,7 @@ from gyre.trainer.reduce import Update, add_offers, apply_update, staging_for
 from gyre.trainer.restore import restore_weights
 from gyre.trainer.speeds import Speeds
 from gyre.trainer.traces import RoleTraces
+from gyre.trainer.vacancy import Vacancy
 from gyre.trainer.weights import PUBLISHED, TRAINING, WeightsTicket, offer_weights
 from gyre.transfer import Transfer
 
@@ -75,6 +76,7 @@ class Coordinator:
     ) -> None:  # fmt: skip
         self._config, self._ledger, self._backend, self._policy = config, ledger, backend, policy
         self._transfer, self._blobs, self._lock, self._clock = transfer, blobs, lock, clock
+        self._vacancy = Vacancy(lock, clock)
         self._table: ClaimTable | None = None
         self._ticket: WeightsTicket | None = None
         self._changed = asyncio.Condition()
@@ -98,7 +100,7 @@ class Coordinator:
         while True:
             self._attention.clear()
             if not await self.do_what_is_due():
-                await self._attention.wait()
+                await self._vacancy.wait(self._attention, self._ledger)
 
     async def do_what_is_due(self) -> bool:
         """One thing; False when there is nothing to do until the state changes."""

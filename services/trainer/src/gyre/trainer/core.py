@@ -86,6 +86,13 @@ class DevicesReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineGone:
+    """The engine was to let go of the devices for `epoch`, nobody has held them for long: its process is gone."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClaimsObserved:
     """Cost of the open step's micro-steps that nobody has claimed, and what a cell gets done in a second (0: not known)."""
 
@@ -101,7 +108,8 @@ class Attend:
 
 
 LocalEvent = (
-    WorkerStarted | AttemptFailed | StepTrained | CheckpointWritten | DevicesTaken | DevicesReleased | ClaimsObserved
+    WorkerStarted | AttemptFailed | StepTrained | CheckpointWritten | DevicesTaken | DevicesReleased | EngineGone
+    | ClaimsObserved
 )
 
 
@@ -153,7 +161,8 @@ class TrainerCore:
     """`gyre.runtime.effects.Core` of one trainer worker; only cell 0's sees groups and steps."""
 
     local_events: tuple[type, ...] = (
-        WorkerStarted, AttemptFailed, StepTrained, CheckpointWritten, DevicesTaken, DevicesReleased, ClaimsObserved,
+        WorkerStarted, AttemptFailed, StepTrained, CheckpointWritten, DevicesTaken, DevicesReleased, EngineGone,
+        ClaimsObserved,
     )  # fmt: skip
 
     def __init__(self, cell: int, rules: MembershipRules) -> None:
@@ -207,6 +216,9 @@ class TrainerCore:
             case DevicesReleased():
                 state.cell.let_go(event.epoch)
                 return [Publish(CellTrainReleased(self._cell, event.epoch, event.version)), Attend()]
+            case EngineGone() if event.epoch == state.cell.epoch and state.cell.waits_for_engine:
+                state.cell.rollout_released = event.epoch
+                return [Attend(transition=True)]
             case ClaimsObserved():
                 state.unclaimed_cost = event.unclaimed_cost
                 state.cost_per_s = event.cost_per_s

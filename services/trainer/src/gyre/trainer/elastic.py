@@ -49,7 +49,12 @@ class CellState:
     @property
     def should_hold(self) -> bool:
         """Training is this cell's role and the engine is off the devices."""
-        return self.role == "train" and self.rollout_released >= self.epoch
+        return self.role == "train" and not self.waits_for_engine
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """Training is this cell's role, and the engine has not said that it is off the devices."""
+        return self.role == "train" and self.rollout_released < self.epoch
 
     @property
     def has_joined(self) -> bool:

@@ -31,6 +31,7 @@ from gyre.trainer.core import DevicesReleased, DevicesTaken, WorkerStarted
 from gyre.trainer.ledger import Ledger
 from gyre.trainer.reduce import GRADIENTS, export_sum, withdraw_sum
 from gyre.trainer.traces import RoleTraces
+from gyre.trainer.vacancy import Vacancy
 from gyre.trainer.weights import pull_weights
 from gyre.transfer import Transfer
 
@@ -87,6 +88,7 @@ class Satellite:
     ) -> None:  # fmt: skip
         self._config, self._ledger, self._backend, self._core = config, ledger, backend, core
         self._transfer, self._blobs, self._lock, self._clock = transfer, blobs, lock, clock
+        self._vacancy = Vacancy(lock, clock)
         self._attention = asyncio.Event()
         self._traces = RoleTraces(config.cell)
         self.version = -1
@@ -111,7 +113,7 @@ class Satellite:
             elif cell.owes_release or self._lock.held:
                 await self._give_devices_back()
             else:
-                await self._attention.wait()
+                await self._vacancy.wait(self._attention, self._ledger)
 
     async def _train_while_assigned(self) -> None:
         epoch = self._ledger.state.cell.epoch
