@@ -47,12 +47,12 @@ def _make(key: str, command: tuple[str, ...], target: Path, say: Say, **values: 
 
 
 def baselines(config: RunConfig) -> dict[str, float]:
-    """What doing nothing, acting at random and the oracle score on the held-out tasks; empty without a command.
+    """What doing nothing, acting at random and the oracle score on the held-out tasks; empty without a command or tasks.
 
     Raises:
         ConfigError: the command failed or did not print numbers.
     """
-    if not config.evaluation.baselines:
+    if not config.evaluation.baselines or not config.evaluation.num_tasks:
         return {}
     line = fill(config.evaluation.baselines, root=config.tasks.root, seed=str(config.seed),
                 num_tasks=str(config.evaluation.num_tasks))
