@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gyre.trajectory.record import CallLog
 from gyre.trajectory.roles import classifier
-from harness_stage import check_records, harness_stage, records_of, run_to_its_end, score
+from harness_stage import check_solved, harness_stage, records_of, run_to_its_end
 
 BIN = os.environ.get("GYRE_TEST_HARNESS_BIN", "")
 SCRIPT = """
@@ -37,16 +37,9 @@ async def test_claude_code_solves_a_harbor_task(tmp_path: Path) -> None:
     environment = {**QUIET, "PATH": os.pathsep.join((BIN, os.defpath))}
     async with harness_stage(tmp_path, SCRIPT, TURNS, environment) as stage:
         said = await run_to_its_end(stage)
-        [end] = stage.ends()
-        assert (end.ending, end.exit_code, end.num_harness_errors) == ("finished", 0, 0), said[-3000:]
-        assert end.num_calls == len(TURNS)
+        records = await check_solved(stage, said, len(TURNS), tmp_path / "scratch")
         assert "It is done." in said
-        assert stage.preserved()["hello.txt"] == b"Hello, world!"
-        records = records_of(stage)
-        check_records(records)
         assert all("x-claude-code-session-id" in r.evidence.tags for r in records)
-        scored = await score(stage, tmp_path / "scratch")
-        assert (scored.reward, scored.num_passed, scored.num_checks) == (1.0, 2, 2)
 
 
 async def test_a_sub_agent_of_claude_code_is_one(tmp_path: Path) -> None:

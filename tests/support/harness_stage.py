@@ -106,3 +106,15 @@ async def score(stage: ExecutorStage, scratch: Path) -> ExecutionScored:
     said = await evaluation.evaluate(request)
     assert isinstance(said, ExecutionScored), said
     return said
+
+
+async def check_solved(stage: ExecutorStage, said: str, num_calls: int, scratch: Path) -> list[CallRecorded]:
+    """The execution ended well in so many calls, each on the exact ids of the one before, and its workspace is worth 1.0."""
+    [end] = stage.ends()
+    assert (end.ending, end.num_calls, end.num_harness_errors) == ("finished", num_calls, 0), said[-3000:]
+    assert stage.preserved()["hello.txt"] == b"Hello, world!"
+    records = records_of(stage)
+    check_records(records)
+    scored = await score(stage, scratch)
+    assert (scored.reward, scored.num_passed, scored.num_checks) == (1.0, 2, 2)
+    return records

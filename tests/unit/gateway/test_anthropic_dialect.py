@@ -93,7 +93,7 @@ def test_what_a_harness_may_not_decide_is_ignored() -> None:
                                                  ("ls", {"arguments": "ls"})])
 def test_arguments_are_an_object_on_this_wire(arguments: str, read: dict) -> None:
     call = ToolCall("t", "sh", arguments)
-    answer = Answer("chatcmpl-x-0000", "c", Message("assistant", "", (call,)), "tool_calls", Usage(9, 4, 5))
+    answer = Answer("x-0000", "c", Message("assistant", "", (call,)), "tool_calls", Usage(9, 4, 5))
     body = json.loads(ANTHROPIC.answer(Opening(answer.id, 0, "policy", parsed(), answer.usage), answer))
     assert body["content"] == [{"type": "tool_use", "id": "t", "name": "sh", "input": read}]
     assert (body["id"], body["stop_reason"]) == ("msg_x-0000", "tool_use")

@@ -131,7 +131,7 @@ class Calls:
             raise CallRefused(429, f"{len(session.pending)} calls of this execution are in flight, at most "
                                    f"{session.limits.max_in_flight}", "rate_limit_error", "rate_limit_exceeded")
         serial = session.num_recorded + len(session.pending)
-        pending = PendingCall(f"chatcmpl-{session.spec.execution}-{serial:04d}", int(self._clock.now()))
+        pending = PendingCall(f"{session.spec.execution}-{serial:04d}", int(self._clock.now()))
         session.pending[key] = pending
         pending.task = asyncio.create_task(self._run(_Ask(session, request, keys, key, evidence, serial, pending)))
         return pending

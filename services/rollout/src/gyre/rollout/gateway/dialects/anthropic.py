@@ -229,7 +229,7 @@ def count_body(num_tokens: int) -> bytes:
 
 
 def _head(answer_id: str, model: str) -> dict[str, Any]:
-    return {"id": "msg_" + answer_id.removeprefix("chatcmpl-"), "type": "message", "role": "assistant", "model": model}
+    return {"id": "msg_" + answer_id, "type": "message", "role": "assistant", "model": model}
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from gyre.rollout.gateway.messages import (
 _ROLES: dict[str, MessageRole] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
                                   "tool": "tool", "function": "tool"}
 MAX_TOOL_CALLS = 256
+ID_PREFIX = "chatcmpl-"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -132,7 +133,7 @@ def completion(opening: Opening, answer: Answer) -> bytes:
     """The body of an answer that is not streamed."""
     choice = {"index": 0, "message": _wire_message(answer.message), "logprobs": None,
               "finish_reason": answer.stop_reason}
-    return msgspec.json.encode({"id": answer.id, "object": "chat.completion", "created": answer.created,
+    return msgspec.json.encode({"id": ID_PREFIX + answer.id, "object": "chat.completion", "created": answer.created,
                                 "model": opening.model, "choices": [choice], "usage": _wire_usage(answer.usage)})
 
 
@@ -167,8 +168,8 @@ class ChatEvents:
 
     def _chunk(self, choices: list[dict[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
         opening = self._opening
-        body: dict[str, Any] = {"id": opening.answer_id, "object": "chat.completion.chunk", "created": opening.created,
-                                "model": opening.model, "choices": choices}
+        body: dict[str, Any] = {"id": ID_PREFIX + opening.answer_id, "object": "chat.completion.chunk",
+                                "created": opening.created, "model": opening.model, "choices": choices}
         if usage is not None:
             body["usage"] = usage
         return b"data: " + msgspec.json.encode(body) + b"\n\n"

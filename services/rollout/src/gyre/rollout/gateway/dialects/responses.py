@@ -223,7 +223,7 @@ class ResponseEvents:
 
 def _response(opening: Opening, answer: Answer | None) -> dict[str, Any]:
     """The object that stands for the whole answer; None: it has only begun."""
-    body: dict[str, Any] = {"id": "resp_" + _tail(opening), "object": "response", "created_at": opening.created,
+    body: dict[str, Any] = {"id": "resp_" + opening.answer_id, "object": "response", "created_at": opening.created,
                             "model": opening.model, "status": "in_progress", "output": [], "error": None,
                             "incomplete_details": None, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
     if answer is not None:
@@ -266,12 +266,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
             "total_tokens": usage.num_prompt + usage.num_completion}
 
 
-def _tail(opening: Opening) -> str:
-    return opening.answer_id.removeprefix("chatcmpl-")
-
-
 def _text_id(opening: Opening) -> str:
-    return "msg_" + _tail(opening)
+    return "msg_" + opening.answer_id
 
 
 RESPONSES = Dialect(parse, answer_body, ResponseEvents, error_body)
